@@ -1,0 +1,59 @@
+"""Keep an LLM's KV cache in a file about as small as its text is predictable.
+
+`save` a cache, `open` it again, `find` the longest stored prefix of a prompt. Importing kvcellar loads neither
+torch nor transformers; the first use of `save`, `open` or `find` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import KVCellarError
+from .identity import Identity
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from .cache import KVCache, LayerKV, Restored
+    from .frontends.library import Archive, Found, find, open, save
+    from .profile import Profile
+
+__version__ = "0.1.0"
+_LATER = {
+    "save": "frontends.library",
+    "open": "frontends.library",
+    "find": "frontends.library",
+    "Archive": "frontends.library",
+    "Found": "frontends.library",
+    "KVCache": "cache",
+    "LayerKV": "cache",
+    "Restored": "cache",
+    "Profile": "profile",
+}
+__all__ = [
+    "Archive",
+    "Found",
+    "Identity",
+    "KVCache",
+    "KVCellarError",
+    "LayerKV",
+    "Profile",
+    "Recipe",
+    "Restored",
+    "find",
+    "open",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LATER])

@@ -1,0 +1,85 @@
+"""The manifest: what holds for every token of an archive (docs/format.md §3). Nothing in it grows with the text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DamagedArchive, InvalidInput, InvalidRecipe, KVCellarError
+from ..geometry import Geometry, LayerGeometry, SideGeometry, MAX_LAYERS
+from ..identity import Identity
+from ..recipe import Recipe, canonical_json, strict_json
+
+MAX_NAMESPACE = 1024
+_KEYS = {"geometry", "identity", "namespace", "profile", "recipe"}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Recipe, identity, geometry, namespace, and the id (64 hex digits) of the profile that decodes it, if any."""
+
+    recipe: Recipe
+    identity: Identity
+    geometry: Geometry
+    namespace: str = ""
+    profile: str | None = None
+    profile_embedded: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.namespace, str) or len(self.namespace) > MAX_NAMESPACE:
+            raise InvalidInput(f"namespace must be text of at most {MAX_NAMESPACE} characters")
+
+    def to_json(self) -> dict[str, Any]:
+        profile = None if self.profile is None else {"id": self.profile, "embedded": self.profile_embedded}
+        return {
+            "geometry": self.geometry.to_json(),
+            "identity": self.identity.to_json(),
+            "namespace": self.namespace,
+            "profile": profile,
+            "recipe": self.recipe.to_json(),
+        }
+
+    def pack(self) -> bytes:
+        return canonical_json(self.to_json())
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Manifest:
+        """Raises DamagedArchive for anything but what `pack` writes; InvalidRecipe where only the recipe is new."""
+        try:
+            value = strict_json(data)
+            if not isinstance(value, dict) or set(value) != _KEYS:
+                raise ValueError(f"keys {sorted(value)[:16] if isinstance(value, dict) else value!r}")
+            profile = value["profile"]
+            return cls(
+                recipe=Recipe.from_json(value["recipe"]),
+                identity=Identity(**value["identity"]),
+                geometry=_geometry(value["geometry"]),
+                namespace=value["namespace"],
+                profile=None if profile is None else _hex(profile["id"]),
+                profile_embedded=profile is not None and profile["embedded"] is True,
+            )
+        except InvalidRecipe:
+            raise
+        except (ValueError, TypeError, KeyError, json.JSONDecodeError, KVCellarError) as error:
+            raise DamagedArchive("manifest", f"unreadable ({error})") from error
+
+
+def _hex(text: str) -> str:
+    if len(text) != 64 or bytes.fromhex(text).hex() != text:
+        raise ValueError(f"profile id {text!r}")
+    return text
+
+
+def _geometry(runs: list[dict[str, Any]]) -> Geometry:
+    layers: list[LayerGeometry] = []
+    for run in runs:
+        count = run["layers"]
+        if not isinstance(count, int) or not 1 <= count <= MAX_LAYERS - len(layers):
+            raise ValueError(f"a run of {count} layers")
+        if set(run) != {"layers", "kind", "key", "value"} or run["kind"] != "full":
+            raise ValueError(f"layer kind {run.get('kind')!r}")
+        layers += [LayerGeometry(SideGeometry(**run["key"]), SideGeometry(**run["value"]), run["kind"])] * count
+    if not layers:
+        raise ValueError("no layers")
+    return Geometry(tuple(layers))

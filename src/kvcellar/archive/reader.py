@@ -1,0 +1,185 @@
+"""Reading an archive: header, manifest, the last commit's blocks, and any range of a block's parts."""
+
+from __future__ import annotations
+
+import errno
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ..errors import ArchiveNotFound, DamagedArchive
+from ..store.base import Reader
+from .block import BlockHead
+from .commit import Commit, last_commit, read_entries, read_index
+from .format import (
+    BLOCK,
+    HEADER_SIZE,
+    MANIFEST,
+    PROFILE,
+    Record,
+    check_header,
+    checksum,
+    read_record,
+    record_name,
+)
+from .manifest import Manifest
+
+HEADS_KEPT = 128
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block's head and where its body starts in the file."""
+
+    head: BlockHead
+    body_offset: int
+    part: str
+
+    @property
+    def stop(self) -> int:
+        return self.head.start + self.head.count
+
+
+class ArchiveReader:
+    """The committed state of an archive as it was when opened.
+
+    Raises ArchiveNotFound for another namespace (told apart from a missing file by nobody), NotAnArchive,
+    DamagedArchive, NewerFormat, OlderFormat, StorageError.
+    """
+
+    def __init__(self, reader: Reader, namespace: str = ""):
+        self.reader = reader
+        check_header(reader.read(0, HEADER_SIZE), reader.name)
+        size = reader.size()
+        record = read_record(reader, HEADER_SIZE, size, MANIFEST)
+        self.manifest = Manifest.unpack(record.head)
+        if self.manifest.namespace != namespace:
+            raise ArchiveNotFound(errno.ENOENT, f"no archive at {reader.name}")
+        self.profile_record: Record | None = None
+        if self.manifest.profile_embedded:
+            self.profile_record = record = read_record(reader, record.end, size, PROFILE)
+        self.first_block = record.end
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the newest commit of the open file as the state."""
+        self.commit: Commit = last_commit(self.reader)
+        self.entries = read_entries(self.reader, self.commit, self.first_block)
+        self._starts = self.entries["start"].astype(np.int64)
+        self.block = lru_cache(HEADS_KEPT)(self._read_block)
+
+    @property
+    def tokens(self) -> int:
+        return self.commit.tokens
+
+    def _read_block(self, index: int) -> Block:
+        """Head of live block `index`, checked against index, manifest and geometry."""
+        entry = self.entries[index]
+        offset = int(entry["offset"])
+        part = f"block {index} (tokens {entry['start']}…, byte {offset})"
+        record = read_record(self.reader, offset, self.commit.offset, BLOCK)
+        if record.head_checksum != entry["head"] or record.length != entry["length"]:
+            raise DamagedArchive(part, "not the block the commit names")
+        head = BlockHead.unpack(record.head, part)
+        if (head.start, head.count, head.sealed) != (entry["start"], entry["count"], bool(entry["sealed"])):
+            raise DamagedArchive(part, "its tokens are not those the index names")
+        if head.geometry != self.manifest.geometry or head.recipe != self.manifest.recipe.digest:
+            raise DamagedArchive(part, "another geometry or recipe than the manifest's")
+        if (head.profile.hex() if head.profile else None) != self.manifest.profile or head.base is not None:
+            raise DamagedArchive(part, "another profile or base than the manifest's")
+        if head.body_length != record.body_length:
+            raise DamagedArchive(part, f"{record.body_length} bytes of parts, its table says {head.body_length}")
+        return Block(head, record.body_offset, part)
+
+    def blocks(self, start: int, stop: int) -> Iterator[Block]:
+        """Blocks that hold tokens of `start`…`stop`, in order."""
+        if start < stop:
+            first = int(np.searchsorted(self._starts, start, side="right")) - 1
+            last = int(np.searchsorted(self._starts, stop, side="left"))
+            for index in range(first, last):
+                yield self.block(index)
+
+    def read_parts(self, block: Block, groups: range) -> list[memoryview]:
+        """Bytes of consecutive layer groups of a block, each checked. Reads nothing else."""
+        offset = block.head.part_offset(groups.start)
+        lengths = [block.head.parts[g][0] for g in groups]
+        data = memoryview(self.reader.read(block.body_offset + offset, sum(lengths)))
+        parts, at = [], 0
+        for group, length in zip(groups, lengths, strict=True):
+            part = data[at : at + length]
+            at += length
+            if len(part) != length or checksum(part) != block.head.parts[group][1]:
+                raise DamagedArchive(f"{block.part}, layer group {group}", "checksum differs")
+            parts.append(part)
+        return parts
+
+    def token_ids(self) -> np.ndarray:
+        """All token ids, int64 (T,)."""
+        ids = [block.head.tokens for block in self.blocks(0, self.tokens)]
+        return np.concatenate(ids) if ids else np.empty(0, np.int64)
+
+    def match(self, ids: np.ndarray) -> tuple[int, int | None]:
+        """Length of the common prefix with `ids`, and the stored id where they part (None where either ends)."""
+        for block in self.blocks(0, min(self.tokens, len(ids))):
+            stored = block.head.tokens
+            given = ids[block.head.start : block.stop]
+            differ = np.flatnonzero(stored[: len(given)] != given)
+            if len(differ):
+                return block.head.start + int(differ[0]), int(stored[differ[0]])
+        return min(self.tokens, len(ids)), None
+
+    def embedded_profile(self) -> bytes | None:
+        if self.profile_record is None:
+            return None
+        record = self.profile_record
+        data = self.reader.read(record.body_offset, record.body_length)
+        if len(record.head) != 8 or record.head != struct.pack("<Q", checksum(data)):
+            raise DamagedArchive(record_name(PROFILE, record.offset), "checksum differs")
+        return data
+
+    def close(self) -> None:
+        self.reader.close()
+
+    def __enter__(self) -> ArchiveReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def problems(archive: ArchiveReader) -> Iterator[tuple[float, DamagedArchive | None]]:
+    """Check every byte of the live state: (fraction done, problem or None) for each step.
+
+    Bytes behind the last commit, dead blocks included, are checked only as far as frames go; what lies behind the
+    last commit is reported, since a sound file ends with it.
+    """
+    reader, commit = archive.reader, archive.commit
+    steps = len(archive.entries) + 2
+    if commit.end != reader.size():
+        rest = reader.size() - commit.end
+        yield 0.0, DamagedArchive(f"end of file at byte {commit.end}", f"{rest} bytes follow the last commit")
+    try:
+        archive.embedded_profile()
+        if commit.index:
+            read_index(reader, commit.index, commit.offset)
+        offset = archive.first_block
+        while offset < commit.offset:
+            offset = read_record(reader, offset, commit.offset).end
+    except DamagedArchive as error:
+        yield 1 / steps, error
+    for index in range(len(archive.entries)):
+        try:
+            block = archive.block(index)
+        except DamagedArchive as error:
+            yield (index + 2) / steps, error
+            continue
+        for group in range(len(block.head.parts)):
+            try:
+                archive.read_parts(block, range(group, group + 1))
+            except DamagedArchive as error:
+                yield (index + 2) / steps, error
+        yield (index + 2) / steps, None
+    yield 1.0, None

@@ -1,0 +1,271 @@
+"""transformers caches and models: the way in (any cache to a `KVCache`), the way back, and a model's identity.
+
+Taking a cache needs no transformers: layers are recognised by their class names and attributes, older forms by
+their shape. Only giving one back imports it. A layer that would come back changed is refused by name.
+
+Tried on: CPU, transformers 5.24. Tensors on other devices are copied to the CPU on the way in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..cache import KVCache, LayerKV, torch_dtype
+from ..errors import InvalidInput, MissingExtra, UnsupportedCache
+from ..geometry import DTYPES
+from ..identity import MODEL, Identity, frame
+from ..recipe import canonical_json
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+_PLAIN = {"DynamicLayer", "StaticLayer"}
+_QUANTIZED = {"QuantoQuantizedLayer", "HQQQuantizedLayer", "Fp8QuantizedLayer"}
+_REASONS = {
+    "is_sliding": "a sliding-window layer, whose true length this version does not store",
+    "conv_states": "a layer with recurrent state, which this version does not store",
+    "indexer_keys": "an indexed-attention layer, whose index keys this version does not store",
+    "logical_length": "a cache restored at selected positions: it is not the whole sequence",
+}
+# Config fields that no number in a cache depends on.
+_NEUTRAL = frozenset(
+    "_name_or_path _model_name_or_path transformers_version dtype torch_dtype architectures use_cache id2label label2id "
+    "problem_type output_attentions output_hidden_states return_dict attn_implementation _attn_implementation "
+    "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id initializer_range "
+    "tie_word_embeddings attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop pretraining_tp auto_map "
+    "chunk_size_feed_forward is_encoder_decoder task_specific_params transformers.js_config".split()
+)
+
+
+def take_cache(cache: Any, row: int = 0) -> KVCache:
+    """One row of any cache as a `KVCache` of views.
+
+    `cache`: a `KVCache`; a transformers cache; a tuple or list of (keys, values); an object with `key_cache` and
+    `value_cache`. Tensors (B, H, T, D). Raises UnsupportedCache naming the layer, InvalidInput for what fits no form.
+    """
+    if isinstance(cache, KVCache):
+        for index, layer in enumerate(cache.layers):
+            if not layer.dense:
+                raise UnsupportedCache(f"layer {index}: positions, weights or merged tokens cannot be stored yet")
+            _require_equal_sides(index, layer.keys, layer.values)
+        return cache
+    pairs = _layer_pairs(cache)
+    if not pairs or all(keys is None or keys.numel() == 0 for keys, _ in pairs):
+        raise InvalidInput("the cache is empty: it holds no token, so there is nothing to save")
+    return KVCache(tuple(_one_row(index, keys, values, row) for index, (keys, values) in enumerate(pairs)))
+
+
+def _layer_pairs(cache: Any) -> list[tuple[Tensor, Tensor]]:
+    if hasattr(cache, "self_attention_cache"):
+        raise UnsupportedCache(f"{type(cache).__name__}: cross-attention caches cannot be stored yet")
+    if hasattr(cache, "layers"):
+        pairs = [_from_layer(index, layer) for index, layer in enumerate(cache.layers)]
+        missing = [index for index, (keys, _) in enumerate(pairs) if keys is None or keys.numel() == 0]
+        if missing and len(missing) < len(pairs):
+            raise UnsupportedCache(f"layer {missing[0]} ({type(cache.layers[missing[0]]).__name__}) is empty")
+        return pairs
+    if hasattr(cache, "key_cache") and hasattr(cache, "value_cache"):
+        return list(zip(cache.key_cache, cache.value_cache, strict=True))
+    if isinstance(cache, Sequence) and all(isinstance(pair, Sequence) and len(pair) >= 2 for pair in cache):
+        return [(pair[0], pair[1]) for pair in cache]
+    raise InvalidInput(f"{type(cache).__name__} is no cache: expected a transformers cache, (keys, values) pairs, KVCache")
+
+
+def _from_layer(index: int, layer: Any) -> tuple[Any, Any]:
+    """Keys and values (B, H, T, D) that the model would attend to next."""
+    name = type(layer).__name__
+    for attribute, reason in _REASONS.items():
+        if getattr(layer, attribute, None) not in (None, False):
+            raise UnsupportedCache(f"layer {index} ({name}) is {reason}")
+    if name == "DummyLayer":
+        return None, None
+    if name not in _PLAIN | _QUANTIZED:
+        raise UnsupportedCache(f"layer {index} is a {name}; expected one of {', '.join(sorted(_PLAIN | _QUANTIZED))}")
+    if not layer.is_initialized:
+        return None, None
+    if name in _QUANTIZED:
+        return _dequantized(layer)
+    if name == "StaticLayer":
+        length = int(layer.get_seq_length())
+        return layer.keys[:, :, :length], layer.values[:, :, :length]
+    return layer.keys, layer.values
+
+
+def _dequantized(layer: Any) -> tuple[Tensor, Tensor]:
+    """What the model reads from a quantized layer: the dequantized part, then the full-precision residual."""
+    sides = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+    if hasattr(layer, "_apply_pending_reorder"):
+        sides = layer._apply_pending_reorder(*sides)
+    recent = layer.keys, layer.values
+    keys, values = (torch.cat([old, new], dim=-2) if new.numel() else old for old, new in zip(sides, recent, strict=True))
+    return keys, values
+
+
+def _one_row(index: int, keys: Any, values: Any, row: int) -> LayerKV:
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        raise UnsupportedCache(f"layer {index}: keys are {type(keys).__name__}, values {type(values).__name__}")
+    if keys.dim() != 4 or values.dim() != 4:
+        raise UnsupportedCache(
+            f"layer {index}: keys of shape {tuple(keys.shape)}, values {tuple(values.shape)}; expected (B, H, T, D)"
+        )
+    if keys.shape[:1] != values.shape[:1] or keys.shape[2] != values.shape[2]:
+        raise UnsupportedCache(f"layer {index}: keys {tuple(keys.shape)} and values {tuple(values.shape)} do not pair")
+    if not 0 <= row < keys.shape[0]:
+        raise InvalidInput(f"row {row} of a batch of {keys.shape[0]}")
+    if keys.is_meta or values.is_meta:
+        raise UnsupportedCache(f"layer {index}: tensors on the meta device hold no numbers")
+    k, v = (x[row].detach().cpu() for x in (keys, values))
+    _require_equal_sides(index, k, v)
+    return LayerKV(k, v)
+
+
+def _require_equal_sides(index: int, keys: Tensor, values: Tensor) -> None:
+    if keys.shape != values.shape:
+        raise UnsupportedCache(
+            f"layer {index}: keys (H, T, D) {tuple(keys.shape)} and values {tuple(values.shape)} differ in shape, "
+            "which this version does not store"
+        )
+
+
+def give_cache(
+    layers: Mapping[int, LayerKV],
+    *,
+    total_layers: int,
+    next_position: int,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> Cache:
+    """A DynamicCache with `layers` at their indexes, the others empty.
+
+    When fewer tokens than `next_position` are held, the layers report the logical length, so that `generate` and
+    position ids go on at `next_position`. Raises MissingExtra, InvalidInput when a number does not fit `dtype`.
+    """
+    try:
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+    except ImportError as error:
+        raise MissingExtra("a transformers cache needs the extra: pip install 'kvcellar[hf]'") from error
+    cache = DynamicCache()
+    for index in range(total_layers):
+        if index not in layers:
+            cache.layers.append(DynamicLayer())
+            continue
+        kv = layers[index]
+        keys, values = (_converted(x, dtype, device, f"layer {index}")[None] for x in (kv.keys, kv.values))
+        layer = _selected_layer()(next_position) if kv.slots != next_position else DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
+    return cache
+
+
+def _converted(x: Tensor, dtype: torch.dtype | None, device: torch.device | str | None, where: str) -> Tensor:
+    if dtype is not None and dtype != x.dtype:
+        converted = x.to(dtype)
+        if not torch.equal(converted.isfinite(), x.isfinite()):
+            raise InvalidInput(f"{where}: {x[x.isfinite()].abs().max().item():g} does not fit {dtype}; stored as {x.dtype}")
+        x = converted
+    return x.to(device) if device is not None else x
+
+
+def _selected_layer() -> Callable[[int], Any]:
+    """The layer class for caches that hold fewer keys than positions, made when transformers is there."""
+    from transformers.cache_utils import DynamicLayer
+
+    class SelectedLayer(DynamicLayer):
+        """Keys of selected positions; `logical_length` counts all positions, held or not."""
+
+        is_croppable = False
+
+        def __init__(self, logical_length: int):
+            super().__init__()
+            self.logical_length = logical_length
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            self.logical_length += key_states.shape[-2]
+            return super().update(key_states, value_states, *args, **kwargs)
+
+        def get_seq_length(self) -> int:
+            return self.logical_length
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            held = self.keys.shape[-2]
+            return held + query_length, self.logical_length - held
+
+    return SelectedLayer
+
+
+_known_models: weakref.WeakKeyDictionary[Any, tuple[str, Identity]] = weakref.WeakKeyDictionary()
+
+
+def identity_of_model(model: Any) -> Identity:
+    """SHA-256 over a model's cache-shaping config and every parameter (sorted by name, dtype, shape, bytes).
+
+    The digest of a model object is kept and used again while an xxh3-128 over the same bytes stays the same, which
+    is an order of magnitude faster. Raises InvalidInput for anything without config and parameters, or with
+    parameters that are not in memory.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not hasattr(model, "config") or not hasattr(model, "state_dict"):
+        raise InvalidInput(f"model is a {type(model).__name__}; expected a transformers model (or pass identity=)")
+    quick = xxhash.xxh3_128()
+    _feed(model, quick.update)
+    known = _known_models.get(model)
+    if known is not None and known[0] == quick.hexdigest():
+        return known[1]
+    digest = hashlib.sha256()
+    _feed(model, digest.update)
+    identity = Identity(MODEL, digest.hexdigest(), _label(model))
+    _known_models[model] = quick.hexdigest(), identity
+    return identity
+
+
+def _feed(model: Any, update: Callable[[Any], object]) -> None:
+    update(frame("kvcellar-model/1", [canonical_json(_shaping_config(model.config))]))
+    buffers = {name for name, _ in model.named_buffers()}
+    tensors = dict(model.named_parameters())
+    tensors |= {name: x for name, x in model.state_dict().items() if name in buffers}
+    for name in sorted(tensors):
+        x = tensors[name].detach()
+        if x.is_meta:
+            raise InvalidInput(f"parameter {name} is not in memory (meta device); its bytes cannot be hashed")
+        update(frame("parameter", [name, str(x.dtype), ",".join(map(str, x.shape))]))
+        update(memoryview(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+
+def _shaping_config(config: Any) -> dict[str, Any]:
+    """What the config says beyond its class's defaults, without what no cache depends on. JSON types only."""
+    difference = config.to_diff_dict()
+    return {key: _plain(value) for key, value in difference.items() if key not in _NEUTRAL}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items() if key not in _NEUTRAL}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    exact = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    return value if exact else str(value)
+
+
+def _label(model: Any) -> str:
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    count = sum(p.numel() for p in model.parameters())
+    return f"{type(model).__name__}, {count / 1e6:.4g}M parameters, {'+'.join(dtypes)}"
+
+
+def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype from its name or itself. Raises InvalidInput for one no cache can have."""
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    if name not in DTYPES:
+        raise InvalidInput(f"dtype {name!r}; expected one of {', '.join(DTYPES)}")
+    return torch_dtype(name)

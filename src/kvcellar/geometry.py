@@ -1,0 +1,138 @@
+"""The shape of a cache, layer by layer and side by side, without its numbers.
+
+Geometry is data: every layer states its own heads, width and dtype for keys and for values, so a file never
+assumes one shape for all layers, nor that head width = hidden size / heads. No torch here: `kvcellar info` reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import DamagedArchive, UnsupportedCache
+
+MAX_LAYERS = 4096
+FULL_ATTENTION = "full"
+KINDS = {FULL_ATTENTION: 1}
+_KIND_NAMES = {code: name for name, code in KINDS.items()}
+_RUN = struct.Struct("<HBBHHBBHHBB")  # layers, kind, 0, K heads, K width, K dtype, 0, V heads, V width, V dtype, 0
+
+
+@dataclass(frozen=True)
+class DType:
+    """A floating point format as the file knows it: its code, bytes per number and mantissa bits."""
+
+    name: str
+    code: int
+    size: int
+    mantissa_bits: int
+
+
+DTYPES = {d.name: d for d in (DType("float32", 1, 4, 23), DType("float16", 2, 2, 10), DType("bfloat16", 3, 2, 7))}
+_DTYPES_BY_CODE = {d.code: d for d in DTYPES.values()}
+
+
+@dataclass(frozen=True)
+class SideGeometry:
+    """Keys or values of one layer: `heads` KV heads of `width` numbers of `dtype` per token."""
+
+    heads: int
+    width: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UnsupportedCache(f"dtype {self.dtype} cannot be stored; expected one of {', '.join(DTYPES)}")
+        if not (1 <= self.heads <= 65535 and 1 <= self.width <= 65535):
+            raise UnsupportedCache(f"{self.heads} heads of width {self.width}: each must lie in 1..65535")
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.heads * self.width * DTYPES[self.dtype].size
+
+    @property
+    def numbers_per_token(self) -> int:
+        return self.heads * self.width
+
+    def to_json(self) -> dict[str, Any]:
+        return {"heads": self.heads, "width": self.width, "dtype": self.dtype}
+
+
+@dataclass(frozen=True)
+class LayerGeometry:
+    """One layer: its kind (only ``full`` attention in format 1.0) and the two sides."""
+
+    key: SideGeometry
+    value: SideGeometry
+    kind: str = FULL_ATTENTION
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.key.bytes_per_token + self.value.bytes_per_token
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "key": self.key.to_json(), "value": self.value.to_json()}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """All layers of a cache, in the model's order."""
+
+    layers: tuple[LayerGeometry, ...]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Raw bytes of one token in the stored dtypes."""
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+    @property
+    def bytes_per_token_16bit(self) -> int:
+        """Raw bytes of one token in any 16-bit dtype: what ratios are stated against."""
+        return sum(2 * (g.key.numbers_per_token + g.value.numbers_per_token) for g in self.layers)
+
+    def runs(self) -> list[tuple[int, LayerGeometry]]:
+        """Equal neighbouring layers as (count, layer)."""
+        return [(sum(1 for _ in same), layer) for layer, same in itertools.groupby(self.layers)]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [{"layers": count, **layer.to_json()} for count, layer in self.runs()]
+
+    def pack(self) -> bytes:
+        """Runs of 16 bytes each, as docs/format.md lists them."""
+        packed = [struct.pack("<H", len(self.runs()))]
+        for count, layer in self.runs():
+            k, v = layer.key, layer.value
+            packed.append(
+                _RUN.pack(
+                    *(count, KINDS[layer.kind], 0),
+                    *(k.heads, k.width, DTYPES[k.dtype].code, 0),
+                    *(v.heads, v.width, DTYPES[v.dtype].code, 0),
+                )
+            )
+        return b"".join(packed)
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview, offset: int, part: str) -> tuple[Geometry, int]:
+        """Geometry at `offset` and the offset behind it; raises DamagedArchive naming `part`."""
+        try:
+            (runs,) = struct.unpack_from("<H", data, offset)
+            offset += 2
+            layers: list[LayerGeometry] = []
+            for _ in range(runs):
+                count, kind, _, kh, kw, kd, _, vh, vw, vd, _ = _RUN.unpack_from(data, offset)
+                offset += _RUN.size
+                if not 1 <= count <= MAX_LAYERS - len(layers):
+                    raise DamagedArchive(part, f"a run of {count} layers; at most {MAX_LAYERS} in all")
+                key = SideGeometry(kh, kw, _DTYPES_BY_CODE[kd].name)
+                value = SideGeometry(vh, vw, _DTYPES_BY_CODE[vd].name)
+                layers += [LayerGeometry(key, value, _KIND_NAMES[kind])] * count
+        except (struct.error, KeyError, UnsupportedCache) as error:
+            raise DamagedArchive(part, f"unreadable geometry ({error})") from error
+        if not layers:
+            raise DamagedArchive(part, "geometry without layers")
+        return cls(tuple(layers)), offset

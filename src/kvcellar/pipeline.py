@@ -1,0 +1,178 @@
+"""The whole flow of a block, both ways.
+
+    encode   for each layer group, shallow to deep:      decode   for each layer group, shallow to deep:
+               p   = predict(context)                               p   = predict(context)
+               q   = quantize(T(x − p))                             q   = symbols⁻¹(part)
+               part = symbols(q)                                    rec = p + T⁻¹(dequantize(q))
+               context.push(p + T⁻¹(dequantize(q)))                 context.push(rec)
+
+The loop is closed: the encoder predicts from what the decoder will have, never from x. Without a predictor, a
+transform and a quantizer it is the bit-exact path. Reduction changes which tokens there are and happens before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .cache import KVCache, LayerKV, allocate
+from .errors import DamagedArchive, InvalidRecipe
+from .geometry import DTYPES, Geometry
+from .profile import Profile
+from .quantize.bits import BitExact
+from .recipe import Recipe
+from .stages import Context, Predictor, Quantizer, Residual, SymbolCoder, Transform, build
+
+T, R = TypeVar("T"), TypeVar("R")
+SMALL_PART = 65536
+
+
+class Coefficients(Residual):
+    """The lossy middle of the loop: q = quantize(T(x − p)); the restored group is p + T⁻¹(dequantize(q))."""
+
+    lossless = False
+
+    def __init__(self, transform: Transform | None, quantizer: Quantizer):
+        self.transform, self.quantizer = transform, quantizer
+
+    def encode(self, x: list[Tensor], p: list[Tensor] | None) -> list[np.ndarray]:
+        residual = [t.float() for t in x] if p is None else [a.float() - b for a, b in zip(x, p, strict=True)]
+        flat = self.transform.forward(residual) if self.transform else _flatten(residual)
+        return [self.quantizer.quantize(flat)]
+
+    def buffers(self, out: list[Tensor]) -> list[np.ndarray]:
+        width = sum(t.shape[0] * t.shape[2] for t in out)
+        return [np.empty((out[0].shape[1], width), np.int32)]
+
+    def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor]) -> None:
+        flat = self.quantizer.dequantize(symbols[0])
+        residual = self.transform.inverse(flat, out) if self.transform else _unflatten(flat, out)
+        for i, tensor in enumerate(out):
+            tensor.copy_(residual[i] if p is None else p[i] + residual[i])
+
+
+class Pipeline:
+    """A recipe made ready for one geometry and profile. Raises InvalidRecipe when its stages do not fit together."""
+
+    def __init__(self, recipe: Recipe, geometry: Geometry, profile: Profile | None = None):
+        if recipe.reduce is not None:
+            raise InvalidRecipe(f"recipe {recipe.name!r} reduces tokens, which this kvcellar cannot store yet")
+        self.recipe, self.geometry = recipe, geometry
+        self.predictor: Predictor | None = build("predict", recipe.predict)
+        transform: Transform | None = build("transform", recipe.transform)
+        quantizer: Quantizer | None = build("quantize", recipe.quantize)
+        self.symbols: SymbolCoder = build("symbols", recipe.symbols)
+        if quantizer is None and transform is not None:
+            raise InvalidRecipe(f"recipe {recipe.name!r} transforms without a quantizer: that cannot be exact")
+        self.residual: Residual = BitExact() if quantizer is None else Coefficients(transform, quantizer)
+        for stage in (self.predictor, transform, quantizer, self.symbols):
+            if stage is not None:
+                stage.bind(geometry, profile)
+        per_group = {s.layers_per_group for s in (self.predictor, transform) if s is not None} or {1}
+        if len(per_group) > 1:
+            raise InvalidRecipe(f"recipe {recipe.name!r}: its stages group layers by {sorted(per_group)}; expected one")
+        step = per_group.pop()
+        self.groups = [range(i, min(i + step, len(geometry))) for i in range(0, len(geometry), step)]
+
+    @property
+    def lossless(self) -> bool:
+        return self.residual.lossless
+
+    def encode(self, block: KVCache, tokens: np.ndarray, first_position: int) -> list[bytes]:
+        """One part per layer group from the (views of) tokens of a block."""
+        context, parts = Context(tokens, first_position), []
+        for group in self.groups:
+            x = _sides(block.layers[i] for i in group)
+            p = self.predictor.predict(context, x) if self.predictor else None
+            q = self.residual.encode(x, p)
+            parts.append(self.symbols.encode(q))
+            if self.predictor:
+                context.push(self._restore(q, p, [torch.empty_like(t) for t in x]) if not self.lossless else x)
+        return parts
+
+    def decode(
+        self, unpacked: Iterable[tuple[int, Any]], tokens: np.ndarray, first_position: int, out: dict[int, LayerKV]
+    ) -> None:
+        """Restore one block into `out`, layers (H, T, D) by index.
+
+        `unpacked` gives (group, what `unpack` returned) for each group of `needed`, in order. Layers a prediction
+        needs but `out` lacks are restored into memory of their own.
+        """
+        context = Context(tokens, first_position)
+        for group, symbols in unpacked:
+            target = _sides(out[i] if i in out else self._spare(i, len(tokens)) for i in self.groups[group])
+            p = self.predictor.predict(context, target) if self.predictor else None
+            buffers = self.residual.buffers(target)
+            self.symbols.assemble(symbols, buffers)
+            self.residual.decode(buffers, p, target)
+            if self.predictor:
+                context.push(target)
+
+    def needed(self, layers: Iterable[int]) -> list[int]:
+        """Groups to decode for `layers`: their own, and all shallower ones when there is a predictor."""
+        wanted = {layer for layer in layers}
+        groups = [g for g, members in enumerate(self.groups) if wanted & set(members)]
+        return list(range(groups[-1] + 1)) if groups and self.predictor else groups
+
+    def unpack(self, group: int, tokens: int, part: bytes | memoryview) -> Any:
+        """Entropy-decode a part; safe to call from worker threads, in any order. Raises DamagedArchive."""
+        shapes, dtypes = self._symbol_shapes(group, tokens)
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+        if size > self.symbols.max_expansion * len(part) + SMALL_PART:
+            raise DamagedArchive("block part", f"{len(part)} bytes would decode to {size}, more than any writer makes")
+        return self.symbols.unpack(part, shapes, dtypes)
+
+    def _symbol_shapes(self, group: int, tokens: int) -> tuple[list[tuple[int, ...]], list[np.dtype]]:
+        sides = [s for i in self.groups[group] for s in (self.geometry.layers[i].key, self.geometry.layers[i].value)]
+        if self.lossless:
+            dtypes = [np.dtype(f"u{DTYPES[side.dtype].size}") for side in sides]
+            return [(side.heads, tokens, side.width) for side in sides], dtypes
+        return [(tokens, sum(side.numbers_per_token for side in sides))], [np.dtype(np.int32)]
+
+    def _restore(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor]) -> list[Tensor]:
+        self.residual.decode(symbols, p, out)
+        return out
+
+    def _spare(self, layer: int, tokens: int) -> LayerKV:
+        return allocate(self.geometry, tokens, [layer])[layer]
+
+
+def run_ahead(work: Callable[[T], R], items: Sequence[T], *, threads: int, ahead: int) -> Iterator[R]:
+    """`work(item)` for each item, in order, computed in `threads` threads at most `ahead` items in advance."""
+    if threads < 1 or len(items) < 2:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="kvcellar") as pool:
+        pending: list[Future[R]] = []
+        todo = iter(items)
+        try:
+            for item in todo:
+                pending.append(pool.submit(work, item))
+                if len(pending) > ahead:
+                    yield pending.pop(0).result()
+            while pending:
+                yield pending.pop(0).result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _sides(layers: Iterable[LayerKV]) -> list[Tensor]:
+    return [side for layer in layers for side in (layer.keys, layer.values)]
+
+
+def _flatten(group: list[Tensor]) -> Tensor:
+    """(T, C) from tensors (H, T, D): one row per token."""
+    return torch.cat([t.transpose(0, 1).reshape(t.shape[1], -1) for t in group], dim=1)
+
+
+def _unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    widths = [t.shape[0] * t.shape[2] for t in like]
+    columns = torch.split(flat, widths, dim=1)
+    return [c.reshape(t.shape[1], t.shape[0], t.shape[2]).transpose(0, 1) for c, t in zip(columns, like, strict=True)]

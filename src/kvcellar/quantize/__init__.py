@@ -1,0 +1,1 @@
+"""Numbers to integers. The last folder that sees torch."""

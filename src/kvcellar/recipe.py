@@ -1,0 +1,130 @@
+"""A recipe: which stages a cache passes on its way into the file, as frozen data that survives JSON.
+
+`{version, name, reduce, predict, transform, quantize, symbols, block, window}`; each stage is null or
+`{"id": …, settings…}`. A stage id names the bytes it writes for ever: new bytes, new id. `quantize: null` means
+bit-exact: the symbols are the numbers' own bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import InvalidRecipe
+
+RECIPE_VERSION = 1
+STAGES = ("reduce", "predict", "transform", "quantize", "symbols")
+MAX_BLOCK = 65536
+MAX_JSON = 1 << 20
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one byte form of a JSON value: sorted keys, no spaces, UTF-8."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def strict_json(data: bytes | str) -> Any:
+    """Parse JSON; ValueError on duplicate keys, NaN, or nesting too deep to read."""
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) != len(keys):
+            raise ValueError(f"duplicate key among {sorted(keys)[:8]}")
+        return dict(pairs)
+
+    def no_constant(name: str) -> Any:
+        raise ValueError(f"{name} is not JSON")
+
+    if len(data) > MAX_JSON:
+        raise ValueError(f"{len(data)} bytes of JSON; at most {MAX_JSON}")
+    try:
+        return json.loads(data, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens that stay fine under a lossy recipe: the first `sinks` and the last `recent`."""
+
+    sinks: int = 4
+    recent: int = 32
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """See the module's docstring. `block` is the number of tokens of a sealed block.
+
+    Raises InvalidRecipe when a field has the wrong type or range; whether a stage id exists is checked when the
+    pipeline is built.
+    """
+
+    name: str
+    symbols: Mapping[str, Any]
+    reduce: Mapping[str, Any] | None = None
+    predict: Mapping[str, Any] | None = None
+    transform: Mapping[str, Any] | None = None
+    quantize: Mapping[str, Any] | None = None
+    block: int = 256
+    window: Window | None = None
+    version: int = field(default=RECIPE_VERSION)
+
+    def __post_init__(self) -> None:
+        if self.version != RECIPE_VERSION:
+            raise InvalidRecipe(f"recipe version {self.version}; this kvcellar reads version {RECIPE_VERSION}")
+        if not isinstance(self.name, str) or not 0 < len(self.name) <= 200:
+            raise InvalidRecipe(f"recipe name {self.name!r}; expected 1 to 200 characters")
+        if not isinstance(self.block, int) or isinstance(self.block, bool) or not 1 <= self.block <= MAX_BLOCK:
+            raise InvalidRecipe(f"recipe block {self.block!r}; expected 1 to {MAX_BLOCK} tokens")
+        for stage in STAGES:
+            settings = getattr(self, stage)
+            if settings is None and stage != "symbols":
+                continue
+            if not isinstance(settings, Mapping) or not isinstance(settings.get("id"), str):
+                raise InvalidRecipe(f"recipe stage {stage} is {settings!r}; expected null or an object with an id")
+
+    def to_json(self) -> dict[str, Any]:
+        stages = {stage: (dict(s) if (s := getattr(self, stage)) is not None else None) for stage in STAGES}
+        window = None if self.window is None else {"sinks": self.window.sinks, "recent": self.window.recent}
+        return {"version": self.version, "name": self.name, **stages, "block": self.block, "window": window}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Recipe:
+        """The recipe in a decoded JSON object; unknown or missing keys are refused by name."""
+        if not isinstance(value, Mapping):
+            raise InvalidRecipe(f"recipe is {type(value).__name__}; expected an object")
+        expected = {"version", "name", *STAGES, "block", "window"}
+        if set(value) != expected:
+            raise InvalidRecipe(
+                f"recipe keys: missing {sorted(expected - set(value))}, unknown {sorted(set(value) - expected)}"
+            )
+        window = value["window"]
+        if window is not None:
+            counts = [window.get(key) if isinstance(window, Mapping) else None for key in ("sinks", "recent")]
+            if not all(isinstance(n, int) and 0 <= n <= MAX_BLOCK for n in counts) or len(window) != 2:
+                raise InvalidRecipe(f"recipe window {window!r}; expected null or sinks and recent token counts")
+            window = Window(*counts)  # type: ignore[arg-type]
+        return cls(**{**value, "window": window})
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 (32 bytes) of the canonical JSON; a block names its recipe by it."""
+        return hashlib.sha256(canonical_json(self.to_json())).digest()
+
+
+EXACT = Recipe(name="exact", symbols={"id": "byteplanes-zstd/1"})
+PRESETS = {recipe.name: recipe for recipe in (EXACT,)}
+
+
+def find_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
+    """A preset by name, a Recipe as it is, or a recipe's JSON object."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        if recipe not in PRESETS:
+            raise InvalidRecipe(f"unknown recipe {recipe!r}; known: {', '.join(PRESETS)}")
+        return PRESETS[recipe]
+    return Recipe.from_json(recipe)

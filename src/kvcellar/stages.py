@@ -1,0 +1,157 @@
+"""What a stage is: one small base class per kind, and the closed list of stages a recipe may name.
+
+The closed loop of a block walks its layer groups from shallow to deep (`pipeline.py`); for each it asks
+`Predictor` → `Transform` → `Quantizer` → `SymbolCoder`. The types forbid another order: predictors and transforms
+speak float tensors, quantizers turn floats into integers, symbol coders integers into bytes. `Residual` is the
+middle of the loop, x against its prediction: bit-exact (`quantize/bits.py`) or transform + quantizer.
+
+A group's values are a list of tensors (H, T, D): keys and values of its layers in order, K before V.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .errors import InvalidRecipe
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from .geometry import Geometry
+    from .profile import Profile
+
+
+class Stage:
+    """A stage built from a recipe's settings; `id` names its bytes for ever."""
+
+    id: ClassVar[str]
+
+    @classmethod
+    def refuse_unknown(cls, settings: Mapping[str, object]) -> None:
+        if settings:
+            raise InvalidRecipe(f"stage {cls.id!r} has no setting {', '.join(sorted(settings))}")
+
+    def bind(self, geometry: Geometry, profile: Profile | None) -> None:
+        """Told once, before any block, what the cache looks like and which calibrated state there is."""
+
+
+class Context:
+    """What encoder and decoder both know at a point of the loop.
+
+    `tokens` int64 (T,), `first_position`, and `restored`: for each layer group so far its restored tensors (H, T, D)
+    in the stored dtype. Predictors may look at nothing else.
+    """
+
+    def __init__(self, tokens: np.ndarray, first_position: int):
+        self.tokens, self.first_position = tokens, first_position
+        self.restored: list[list[Tensor]] = []
+
+    def push(self, group: list[Tensor]) -> None:
+        self.restored.append(group)
+
+
+class Predictor(Stage, ABC):
+    """Foresees a layer group from the context."""
+
+    layers_per_group: int = 1
+
+    @abstractmethod
+    def predict(self, context: Context, like: list[Tensor]) -> list[Tensor]:
+        """Predicted tensors with the shapes (H, T, D) of `like`, float32; `like`'s numbers must not be read."""
+
+
+class Transform(Stage, ABC):
+    """A linear map of a group's residual into coefficients."""
+
+    layers_per_group: int = 1
+
+    @abstractmethod
+    def forward(self, residual: list[Tensor]) -> Tensor:
+        """Coefficients (T, C), float32."""
+
+    @abstractmethod
+    def inverse(self, coefficients: Tensor, like: list[Tensor]) -> list[Tensor]:
+        """Residual tensors shaped like `like`, float32."""
+
+
+class Quantizer(Stage, ABC):
+    """Coefficients to integers and back."""
+
+    @abstractmethod
+    def quantize(self, coefficients: Tensor) -> np.ndarray:
+        """int32 (T, C) from float32 (T, C)."""
+
+    @abstractmethod
+    def dequantize(self, symbols: np.ndarray) -> Tensor:
+        """float32 (T, C) from int32 (T, C)."""
+
+
+class SymbolCoder(Stage, ABC):
+    """Integers to bytes without loss. Reads integers only, from the part and the profile (exactness rule D1).
+
+    Decoding has two steps, so that `unpack`, which never needs restored values and leaves the interpreter lock
+    alone most of the time, can run ahead in other threads.
+    """
+
+    max_expansion: ClassVar[int]
+    """No part decodes to more than this many times its bytes; checked before anything is allocated."""
+
+    @abstractmethod
+    def encode(self, arrays: Sequence[np.ndarray]) -> bytes:
+        """One part from the arrays of one layer group."""
+
+    @abstractmethod
+    def unpack(self, data: bytes | memoryview, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> object:
+        """Entropy-decode a part. Raises DamagedArchive before reading or allocating out of bounds."""
+
+    @abstractmethod
+    def assemble(self, unpacked: object, out: Sequence[np.ndarray]) -> None:
+        """Write what `unpack` gave into `out`."""
+
+
+class Residual(ABC):
+    """The middle of the closed loop: x against its prediction p, as integers and back."""
+
+    lossless: ClassVar[bool]
+
+    @abstractmethod
+    def encode(self, x: list[Tensor], p: list[Tensor] | None) -> list[np.ndarray]:
+        """Symbol arrays of a group."""
+
+    @abstractmethod
+    def buffers(self, out: list[Tensor]) -> list[np.ndarray]:
+        """Arrays the symbol coder decodes into, for a group that is restored into `out`."""
+
+    @abstractmethod
+    def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor]) -> None:
+        """Fill `out` from the symbols in `buffers(out)` and the prediction."""
+
+
+Factory = Callable[..., Any]
+_STAGES: dict[tuple[str, str], str | Factory] = {
+    ("symbols", "byteplanes-zstd/1"): "kvcellar.symbols.byteplanes:BytePlanes",
+}
+
+
+def register(kind: str, stage: type[Stage]) -> None:
+    """Add a stage class under its id for this process. Raises InvalidRecipe when the id is taken."""
+    if _STAGES.setdefault((kind, stage.id), stage) is not stage:
+        raise InvalidRecipe(f"{kind} stage {stage.id!r} exists already")
+
+
+def build(kind: str, settings: Mapping[str, Any] | None) -> Any:
+    """The stage a recipe names, or None. Raises InvalidRecipe for an id or setting nobody registered."""
+    if settings is None:
+        return None
+    factory = _STAGES.get((kind, settings["id"]))
+    if factory is None:
+        known = sorted(name for k, name in _STAGES if k == kind)
+        raise InvalidRecipe(f"unknown {kind} stage {settings['id']!r}; known: {', '.join(known) or 'none'}")
+    if isinstance(factory, str):
+        module, name = factory.split(":")
+        factory = getattr(importlib.import_module(module), name)
+    return factory(**{key: value for key, value in settings.items() if key != "id"})  # type: ignore[operator]

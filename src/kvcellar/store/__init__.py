@@ -1,0 +1,1 @@
+"""Where archives live. The archive knows only the base class in `base`."""
