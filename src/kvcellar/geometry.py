@@ -72,6 +72,10 @@ class LayerGeometry:
     def bytes_per_token(self) -> int:
         return self.key.bytes_per_token + self.value.bytes_per_token
 
+    @property
+    def numbers_per_token(self) -> int:
+        return self.key.numbers_per_token + self.value.numbers_per_token
+
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "key": self.key.to_json(), "value": self.value.to_json()}
 
@@ -93,7 +97,7 @@ class Geometry:
     @property
     def bytes_per_token_16bit(self) -> int:
         """Raw bytes of one token in any 16-bit dtype: what ratios are stated against."""
-        return sum(2 * (g.key.numbers_per_token + g.value.numbers_per_token) for g in self.layers)
+        return sum(2 * layer.numbers_per_token for layer in self.layers)
 
     def runs(self) -> list[tuple[int, LayerGeometry]]:
         """Equal neighbouring layers as (count, layer)."""

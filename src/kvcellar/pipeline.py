@@ -12,10 +12,7 @@ transform and a quantizer it is the bit-exact path. Reduction changes which toke
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,14 +20,11 @@ from torch import Tensor
 
 from .cache import KVCache, LayerKV, allocate
 from .errors import DamagedArchive, InvalidRecipe
-from .geometry import DTYPES, Geometry
+from .geometry import Geometry
 from .profile import Profile
 from .quantize.bits import BitExact
 from .recipe import Recipe
 from .stages import Context, Predictor, Quantizer, Residual, SymbolCoder, Transform, build
-
-T, R = TypeVar("T"), TypeVar("R")
-SMALL_PART = 65536
 
 
 class Coefficients(Residual):
@@ -97,43 +91,41 @@ class Pipeline:
         return parts
 
     def decode(
-        self, unpacked: Iterable[tuple[int, Any]], tokens: np.ndarray, first_position: int, out: dict[int, LayerKV]
+        self,
+        groups: Sequence[int],
+        parts: Sequence[memoryview],
+        tokens: np.ndarray,
+        first_position: int,
+        out: Mapping[int, LayerKV],
     ) -> None:
-        """Restore one block into `out`, layers (H, T, D) by index.
+        """Restore `groups` (those of `needed`, in order) of one block into `out`, layers (H, T, D) by index.
 
-        `unpacked` gives (group, what `unpack` returned) for each group of `needed`, in order. Layers a prediction
-        needs but `out` lacks are restored into memory of their own.
+        Layers a prediction needs but `out` lacks are restored into memory of their own. Raises DamagedArchive.
         """
+        targets = [
+            _sides(out[i] if i in out else self._spare(i, len(tokens)) for i in self.groups[group]) for group in groups
+        ]
+        symbols = [self.residual.buffers(target) for target in targets]
+        self.symbols.decode(parts, symbols)
         context = Context(tokens, first_position)
-        for group, symbols in unpacked:
-            target = _sides(out[i] if i in out else self._spare(i, len(tokens)) for i in self.groups[group])
+        for target, q in zip(targets, symbols, strict=True):
             p = self.predictor.predict(context, target) if self.predictor else None
-            buffers = self.residual.buffers(target)
-            self.symbols.assemble(symbols, buffers)
-            self.residual.decode(buffers, p, target)
-            if self.predictor:
-                context.push(target)
+            self.residual.decode(q, p, target)
+            context.push(target)
 
     def needed(self, layers: Iterable[int]) -> list[int]:
         """Groups to decode for `layers`: their own, and all shallower ones when there is a predictor."""
-        wanted = {layer for layer in layers}
+        wanted = set(layers)
         groups = [g for g, members in enumerate(self.groups) if wanted & set(members)]
         return list(range(groups[-1] + 1)) if groups and self.predictor else groups
 
-    def unpack(self, group: int, tokens: int, part: bytes | memoryview) -> Any:
-        """Entropy-decode a part; safe to call from worker threads, in any order. Raises DamagedArchive."""
-        shapes, dtypes = self._symbol_shapes(group, tokens)
-        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-        if size > self.symbols.max_expansion * len(part) + SMALL_PART:
-            raise DamagedArchive("block part", f"{len(part)} bytes would decode to {size}, more than any writer makes")
-        return self.symbols.unpack(part, shapes, dtypes)
-
-    def _symbol_shapes(self, group: int, tokens: int) -> tuple[list[tuple[int, ...]], list[np.dtype]]:
-        sides = [s for i in self.groups[group] for s in (self.geometry.layers[i].key, self.geometry.layers[i].value)]
-        if self.lossless:
-            dtypes = [np.dtype(f"u{DTYPES[side.dtype].size}") for side in sides]
-            return [(side.heads, tokens, side.width) for side in sides], dtypes
-        return [(tokens, sum(side.numbers_per_token for side in sides))], [np.dtype(np.int32)]
+    def require_plausible(self, group: int, tokens: int, part_length: int) -> None:
+        """Raise DamagedArchive, before anything is allocated, for a part too short to hold what it should."""
+        symbols = sum(self.geometry.layers[i].bytes_per_token for i in self.groups[group]) * tokens
+        if not self.lossless:
+            symbols = sum(self.geometry.layers[i].numbers_per_token for i in self.groups[group]) * tokens * 4
+        if symbols > self.symbols.max_expansion * part_length:
+            raise DamagedArchive("block part", f"{part_length} bytes cannot decode to {symbols}")
 
     def _restore(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor]) -> list[Tensor]:
         self.residual.decode(symbols, p, out)
@@ -141,26 +133,6 @@ class Pipeline:
 
     def _spare(self, layer: int, tokens: int) -> LayerKV:
         return allocate(self.geometry, tokens, [layer])[layer]
-
-
-def run_ahead(work: Callable[[T], R], items: Sequence[T], *, threads: int, ahead: int) -> Iterator[R]:
-    """`work(item)` for each item, in order, computed in `threads` threads at most `ahead` items in advance."""
-    if threads < 1 or len(items) < 2:
-        yield from map(work, items)
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="kvcellar") as pool:
-        pending: list[Future[R]] = []
-        todo = iter(items)
-        try:
-            for item in todo:
-                pending.append(pool.submit(work, item))
-                if len(pending) > ahead:
-                    yield pending.pop(0).result()
-            while pending:
-                yield pending.pop(0).result()
-        finally:
-            for future in pending:
-                future.cancel()
 
 
 def _sides(layers: Iterable[LayerKV]) -> list[Tensor]:

@@ -93,8 +93,7 @@ class Quantizer(Stage, ABC):
 class SymbolCoder(Stage, ABC):
     """Integers to bytes without loss. Reads integers only, from the part and the profile (exactness rule D1).
 
-    Decoding has two steps, so that `unpack`, which never needs restored values and leaves the interpreter lock
-    alone most of the time, can run ahead in other threads.
+    Called from several threads at once; what takes time should leave the interpreter lock alone.
     """
 
     max_expansion: ClassVar[int]
@@ -105,12 +104,8 @@ class SymbolCoder(Stage, ABC):
         """One part from the arrays of one layer group."""
 
     @abstractmethod
-    def unpack(self, data: bytes | memoryview, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> object:
-        """Entropy-decode a part. Raises DamagedArchive before reading or allocating out of bounds."""
-
-    @abstractmethod
-    def assemble(self, unpacked: object, out: Sequence[np.ndarray]) -> None:
-        """Write what `unpack` gave into `out`."""
+    def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]]) -> None:
+        """Fill the arrays of each part. Raises DamagedArchive before reading or allocating out of bounds."""
 
 
 class Residual(ABC):

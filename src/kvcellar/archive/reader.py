@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -102,16 +102,21 @@ class ArchiveReader:
             for index in range(first, last):
                 yield self.block(index)
 
-    def read_parts(self, block: Block, groups: range) -> list[memoryview]:
-        """Bytes of consecutive layer groups of a block, each checked. Reads nothing else."""
-        offset = block.head.part_offset(groups.start)
-        lengths = [block.head.parts[g][0] for g in groups]
-        data = memoryview(self.reader.read(block.body_offset + offset, sum(lengths)))
+    def read_parts(self, block: Block, groups: Sequence[int], buffer: np.ndarray | None = None) -> list[memoryview]:
+        """Bytes of consecutive layer groups of a block, each checked, in one read of just these bytes.
+
+        They lie in `buffer`, uint8 and large enough, when one is given.
+        """
+        table = [block.head.parts[group] for group in groups]
+        offset = block.body_offset + block.head.part_offset(groups[0])
+        length = sum(length for length, _ in table)
+        data = memoryview(np.empty(length, np.uint8) if buffer is None else buffer)[:length]
+        data = data[: self.reader.read_into(offset, data)]
         parts, at = [], 0
-        for group, length in zip(groups, lengths, strict=True):
+        for group, (length, expected) in zip(groups, table, strict=True):
             part = data[at : at + length]
             at += length
-            if len(part) != length or checksum(part) != block.head.parts[group][1]:
+            if len(part) != length or checksum(part) != expected:
                 raise DamagedArchive(f"{block.part}, layer group {group}", "checksum differs")
             parts.append(part)
         return parts
@@ -178,7 +183,7 @@ def problems(archive: ArchiveReader) -> Iterator[tuple[float, DamagedArchive | N
             continue
         for group in range(len(block.head.parts)):
             try:
-                archive.read_parts(block, range(group, group + 1))
+                archive.read_parts(block, [group])
             except DamagedArchive as error:
                 yield (index + 2) / steps, error
         yield (index + 2) / steps, None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +32,7 @@ from ..errors import (
 )
 from ..archive.format import MAGIC
 from ..identity import Identity, require_same
-from ..pipeline import Pipeline, run_ahead
+from ..pipeline import Pipeline
 from ..profile import Profile, find_profile
 from ..recipe import Recipe, find_recipe
 from ..store.base import Appender
@@ -39,9 +41,8 @@ from .transformers import dtype_of, give_cache, identity_of_model, take_cache
 
 Path = str | os.PathLike[str]
 MAX_TOKEN_ID = (1 << 32) - 1
-CHUNK_BYTES = 1 << 20
-THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
-AHEAD = 2 * THREADS
+CHUNK_BYTES = 3 << 19
+_local = threading.local()
 
 
 def token_ids(tokens: Any, row: int = 0, what: str = "tokens") -> np.ndarray:
@@ -390,81 +391,93 @@ class Archive:
         return self._pipeline
 
     def _decode(self, spans: Sequence[range], layers: list[int]) -> dict[int, LayerKV]:
-        """Tokens of `spans` (ascending, apart) of `layers`, one behind the other.
+        """Tokens of `spans` (ascending, apart) of `layers`, one behind the other, on all cores.
 
-        Workers read, check and entropy-decode chunks of about 1 MB ahead of this thread, which restores.
+        A task is one block, or without a predictor some of its layer groups: neither depends on another.
         """
         reader, pipeline = self._open(), self._ready_pipeline()
         groups = pipeline.needed(layers)
-        tasks: list[tuple[Block, range, range]] = []
+        tasks: list[_Task] = []
+        position = 0
         for span in spans:
             for block in reader.blocks(span.start, span.stop):
                 wanted = range(max(span.start, block.head.start), min(span.stop, block.stop))
-                tasks += [(block, wanted, chunk) for chunk in _chunks(block, groups)]
-        self._require_plausible(tasks)
-        out = allocate(reader.manifest.geometry, sum(map(len, spans)), layers)
-
-        def unpack(task: tuple[Block, range, range]) -> list[tuple[int, Any]]:
-            block, _, chunk = task
-            parts = reader.read_parts(block, chunk)
-            return [(g, pipeline.unpack(g, block.head.count, p)) for g, p in zip(chunk, parts, strict=True)]
-
-        ready = run_ahead(unpack, tasks, threads=THREADS, ahead=AHEAD)
-        at, position = 0, 0
-        while at < len(tasks):
-            block, wanted, _ = tasks[at]
-            same = sum(1 for task in tasks[at:] if task[0] is block and task[1] == wanted)
-            unpacked = (item for _ in range(same) for item in next(ready))
-            self._restore_block(pipeline, block, wanted, unpacked, out, position)
-            at, position = at + same, position + len(wanted)
+                for group in groups:
+                    try:
+                        pipeline.require_plausible(group, block.head.count, block.head.parts[group][0])
+                    except DamagedArchive as error:
+                        raise DamagedArchive(f"{block.part}, layer group {group}", error.problem) from error
+                chunks = [groups] if pipeline.predictor else list(_chunks(block, groups))
+                tasks += [_Task(block, wanted, chunk, position) for chunk in chunks]
+                position += len(wanted)
+        out = allocate(reader.manifest.geometry, position, layers)
+        workers = min(os.cpu_count() or 1, len(tasks))
+        if workers > 1:
+            with ThreadPoolExecutor(workers, thread_name_prefix="kvcellar") as pool:
+                futures = [pool.submit(self._run, task, out) for task in tasks]
+                try:
+                    for future in futures:
+                        future.result()
+                finally:
+                    for future in futures:
+                        future.cancel()
+        else:
+            for task in tasks:
+                self._run(task, out)
         return out
 
-    def _restore_block(
-        self,
-        pipeline: Pipeline,
-        block: Block,
-        wanted: range,
-        unpacked: Iterator[tuple[int, Any]],
-        out: Mapping[int, LayerKV],
-        position: int,
-    ) -> None:
-        """Decode one block straight into its place in `out`, or through a copy when only part of it is wanted."""
-        head = block.head
-        end = position + len(wanted)
-        places = {i: LayerKV(kv.keys[:, position:end], kv.values[:, position:end]) for i, kv in out.items()}
+    def _run(self, task: _Task, out: Mapping[int, LayerKV]) -> None:
+        """Decode a task straight into its place in `out`, or through a copy when only part of its block is wanted."""
+        reader, pipeline, head = self._open(), self._ready_pipeline(), task.block.head
+        end = task.position + len(task.wanted)
+        members = [i for group in task.groups for i in pipeline.groups[group] if i in out]
+        places = {
+            i: LayerKV(out[i].keys[:, task.position : end], out[i].values[:, task.position : end]) for i in members
+        }
+        whole = len(task.wanted) == head.count
+        target = places if whole else allocate(reader.manifest.geometry, head.count, members)
         try:
-            if len(wanted) == head.count:
-                pipeline.decode(unpacked, head.tokens, head.first_position, places)
-                return
-            whole = allocate(self.manifest.geometry, head.count, list(out))
-            pipeline.decode(unpacked, head.tokens, head.first_position, whole)
+            buffer = _buffer(sum(head.parts[group][0] for group in task.groups))
+            parts = reader.read_parts(task.block, task.groups, buffer)
+            pipeline.decode(task.groups, parts, head.tokens, head.first_position, target)
         except DamagedArchive as error:
-            raise DamagedArchive(block.part, error.problem) from error
-        cut = slice(wanted.start - head.start, wanted.stop - head.start)
-        for index, place in places.items():
-            place.keys.copy_(whole[index].keys[:, cut])
-            place.values.copy_(whole[index].values[:, cut])
-
-    def _require_plausible(self, tasks: list[tuple[Block, range, range]]) -> None:
-        """Refuse, before allocating, parts too short to decode to what their block claims."""
-        pipeline, geometry = self._ready_pipeline(), self.manifest.geometry
-        for block, _, chunk in tasks:
-            raw = block.head.count * sum(geometry.layers[i].bytes_per_token for g in chunk for i in pipeline.groups[g])
-            there = sum(block.head.parts[g][0] for g in chunk)
-            if raw > pipeline.symbols.max_expansion * there:
-                raise DamagedArchive(block.part, f"{there} bytes cannot hold {raw} bytes of cache")
+            part = error.part if error.part.startswith(task.block.part) else task.block.part
+            raise DamagedArchive(part, error.problem) from error
+        if not whole:
+            cut = slice(task.wanted.start - head.start, task.wanted.stop - head.start)
+            for index, place in places.items():
+                place.keys.copy_(target[index].keys[:, cut])
+                place.values.copy_(target[index].values[:, cut])
 
 
-def _chunks(block: Block, groups: list[int]) -> Iterator[range]:
-    """Consecutive groups in ranges of about CHUNK_BYTES."""
-    start = 0
-    while start < len(groups):
-        stop, size = start + 1, block.head.parts[groups[start]][0]
-        while stop < len(groups) and groups[stop] == groups[stop - 1] + 1 and size < CHUNK_BYTES:
-            size += block.head.parts[groups[stop]][0]
-            stop += 1
-        yield range(groups[start], groups[stop - 1] + 1)
-        start = stop
+def _buffer(size: int) -> np.ndarray:
+    """This thread's read buffer of at least `size` bytes, kept because fresh memory costs more than the read."""
+    if not hasattr(_local, "buffer") or _local.buffer.size < size:
+        _local.buffer = np.empty(size + size // 8, np.uint8)
+    return _local.buffer  # type: ignore[no-any-return]
+
+
+class _Task(NamedTuple):
+    """Layer groups of a block to decode: its tokens `wanted` go to `position` of the output."""
+
+    block: Block
+    wanted: range
+    groups: list[int]
+    position: int
+
+
+def _chunks(block: Block, groups: list[int]) -> Iterator[list[int]]:
+    """`groups` in runs of neighbours, each of about CHUNK_BYTES on disk."""
+    chunk: list[int] = []
+    size = 0
+    for group in groups:
+        if chunk and (group != chunk[-1] + 1 or size >= CHUNK_BYTES):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(group)
+        size += block.head.parts[group][0]
+    if chunk:
+        yield chunk
 
 
 def _spans(positions: int | slice | range | Iterable[int] | None, tokens: int) -> list[range]:

@@ -24,6 +24,12 @@ class Reader(ABC):
     def read(self, offset: int, length: int) -> bytes:
         """`length` bytes from `offset`; fewer only where the object ends. Raises StorageError."""
 
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Fill `buffer` from `offset`; returns the bytes read, fewer only where the object ends."""
+        data = self.read(offset, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
     @abstractmethod
     def close(self) -> None: ...
 

@@ -52,13 +52,22 @@ class LocalReader(Reader):
     def read(self, offset: int, length: int) -> bytes:
         with _explained(self.name):
             data = os.pread(self._fd, min(length, _CHUNK), offset)
-            if len(data) == length:
+            if len(data) == length or not data:
                 return data
-            pieces = [data]
-            while data and (got := sum(map(len, pieces))) < length:
-                data = os.pread(self._fd, min(length - got, _CHUNK), offset + got)
-                pieces.append(data)
-            return b"".join(pieces)
+        buffer = bytearray(length)
+        buffer[: len(data)] = data
+        got = len(data) + self.read_into(offset + len(data), memoryview(buffer)[len(data) :])
+        return bytes(buffer[:got])
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        got = 0
+        with _explained(self.name):
+            while got < len(buffer):
+                more = os.preadv(self._fd, [buffer[got : got + _CHUNK]], offset + got)
+                if not more:
+                    break
+                got += more
+        return got
 
     def same_file(self, path: Path) -> bool:
         try:

@@ -2,26 +2,24 @@
 
 Method. Per KV head and channel, subtract (mod 2^w) a base: the mean magnitude over the block's tokens read as an
 integer, its top 10 bits, with the majority sign. What is left of exponent and sign is near zero whatever the
-channel's scale, so one Huffman table serves the whole part. Then split words into byte planes; zstd codes a plane
-where that saves at least 1/32, otherwise it stays raw. zstd runs with a tiny match table, so the planes become
+channel's scale, so one Huffman table serves the whole part. Then split the numbers into byte planes; zstd codes a
+plane where that saves at least 1/32, otherwise it stays raw. zstd runs with a tiny match table, so the planes become
 plain Huffman blocks: smaller here than with matches, and faster to decode.
 
-Splitting bytes before compressing is Blosc's and HDF5's shuffle filter; we differ in subtracting a base first and
-in the order of the bytes: words are split into a first and a second half, and byte 2i of a plane belongs to word
-i, byte 2i+1 to word h + i. Whole 16-bit words then carry two plane bytes, and joining needs only word operations.
-
-Bytes: docs/format.md §7.
+Splitting bytes before compressing is the shuffle filter of HDF5 and Blosc; we differ in subtracting a base first and
+in coding each plane on its own. Bytes: docs/format.md §7.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 import threading
 from collections.abc import Sequence
 
 import numpy as np
 import zstandard
+from numba import carray, njit, types
+from numba.extending import intrinsic
 
 from ..errors import DamagedArchive
 from ..stages import SymbolCoder
@@ -29,20 +27,13 @@ from ..stages import SymbolCoder
 ID = "byteplanes-zstd/1"
 MAX_EXPANSION = 64
 MIN_TOKENS_FOR_BASE = 16
+PART = "block part"
 _RAW, _PLANES, _PLANES_WITH_BASE = 0, 1, 2
 _PLANE_RAW, _PLANE_ZSTD = 0, 1
 _BASE_BITS = 10
 _WORST_SAVING = 32
-_PLANE = struct.Struct("<BI")
-_COLUMNS = 1024
+_HEADS = {2: struct.Struct("<BBIBI"), 4: struct.Struct("<BBIBIBIBI")}  # mode, then codec and length of each plane
 _local = threading.local()
-
-
-class Planes:
-    """One array's decoded planes, ready to be joined: `words` are (low, high) byte planes as 16-bit words."""
-
-    def __init__(self, raw: memoryview | None, base: np.ndarray | None, words: list[tuple[np.ndarray, np.ndarray]]):
-        self.raw, self.base, self.words = raw, base, words
 
 
 class BytePlanes(SymbolCoder):
@@ -59,162 +50,211 @@ class BytePlanes(SymbolCoder):
         shortest = -(-sum(array.nbytes for array in arrays) // MAX_EXPANSION)
         return part + bytes(max(0, shortest - len(part)))
 
-    def unpack(self, data: bytes | memoryview, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> object:
-        cursor = _Cursor(memoryview(data))
-        planes = [_unpack(cursor, shape, dtype.itemsize) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        if any(cursor.rest()):
-            raise DamagedArchive("block part", "bytes left over behind its streams")
-        return planes
-
-    def assemble(self, unpacked: object, out: Sequence[np.ndarray]) -> None:
-        for planes, array in zip(unpacked, out, strict=True):  # type: ignore[call-overload]
-            _assemble(planes, array)
-
-
-class _Cursor:
-    """Takes byte ranges off a part, refusing to run over its end."""
-
-    def __init__(self, data: memoryview):
-        self.data, self.at = data, 0
-
-    def take(self, length: int) -> memoryview:
-        if length > len(self.data) - self.at:
-            raise DamagedArchive("block part", f"{length} bytes announced, {len(self.data) - self.at} there")
-        self.at += length
-        return self.data[self.at - length : self.at]
-
-    def rest(self) -> memoryview:
-        return self.data[self.at :]
+    def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]]) -> None:
+        jobs = _Jobs()
+        for part, arrays in zip(parts, out, strict=True):
+            _read_streams(memoryview(part), arrays, jobs)
+        jobs.run()
 
 
 def _encode(array: np.ndarray) -> bytes:
-    raw = bytes([_RAW]) + array.tobytes()
+    """mode; codec and length of each plane; base; planes. Raw: mode, bytes."""
+    raw = bytes([_RAW]) + array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
     if not array.size:
         return raw
+    mode, base = _PLANES, b""
     if array.shape[1] >= MIN_TOKENS_FOR_BASE:
-        base = _base(array)
-        wide_base = base.astype(array.dtype) << array.dtype.type(8 * array.dtype.itemsize - 16)
-        coded = bytes([_PLANES_WITH_BASE]) + _encode_words(base) + _encode_words(array - wide_base[:, None, :])
-    else:
-        coded = bytes([_PLANES]) + _encode_words(array)
+        top = _base(array)
+        mode, base = _PLANES_WITH_BASE, top.astype("<u2").tobytes()
+        array = array - _widened(top, array.dtype)
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    split = little.reshape(-1).view(np.uint8).reshape(-1, array.dtype.itemsize).T
+    planes = [_encode_plane(plane.tobytes()) for plane in split]
+    table = [number for codec, data in planes for number in (codec, len(data))]
+    coded = b"".join([_HEADS[array.itemsize].pack(mode, *table), base, *(data for _, data in planes)])
     return coded if len(coded) < len(raw) else raw
 
 
 def _base(array: np.ndarray) -> np.ndarray:
-    """Top 16 bits of the base of each head and channel, uint16 (H, D)."""
+    """Top 16 bits of the base of each head and channel, uint16 (H, 1, D)."""
     bits = 8 * array.dtype.itemsize
     sign = array.dtype.type(1 << (bits - 1))
-    mean = (array & ~sign).sum(axis=1, dtype=np.uint64) // np.uint64(array.shape[1])
-    negative = (array >= sign).sum(axis=1) * 2 > array.shape[1]
+    mean = (array & ~sign).sum(axis=1, dtype=np.uint64, keepdims=True) // np.uint64(array.shape[1])
+    negative = (array >= sign).sum(axis=1, keepdims=True) * 2 > array.shape[1]
     top = (mean >> np.uint64(bits - 16)).astype(np.uint16) & np.uint16(0xFFFF << (16 - _BASE_BITS) & 0xFFFF)
     return top | (negative.astype(np.uint16) << np.uint16(15))
 
 
-def _encode_words(array: np.ndarray) -> bytes:
-    flat = array.reshape(-1)
-    if flat.dtype.itemsize == 4:
-        halves = [(flat >> np.uint32(16)).astype(np.uint16), flat.astype(np.uint16)]
-    else:
-        halves = [flat]
-    return b"".join(_encode_plane(plane) for word in halves for plane in _split(word))
+def _widened(base: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The base in numbers of `dtype`, of which it is the top 16 bits."""
+    return base if dtype.itemsize == 2 else base.astype(dtype) << dtype.type(8 * dtype.itemsize - 16)
 
 
-def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Low and high byte plane of uint16 words (n,), each as ceil(n/2) words of two plane bytes."""
-    half = -(-words.size // 2)
-    first, second = words[:half], np.zeros(half, np.uint16)
-    second[: words.size - half] = words[half:]
-    low = (first & np.uint16(0x00FF)) | (second << np.uint16(8))
-    high = (first >> np.uint16(8)) | (second & np.uint16(0xFF00))
-    return low, high
-
-
-def _encode_plane(plane: np.ndarray) -> bytes:
-    raw = plane.astype("<u2", copy=False).tobytes()
+def _encode_plane(raw: bytes) -> tuple[int, bytes]:
     if not hasattr(_local, "compressor"):
         params = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, window_log=17, write_content_size=True
         )
         _local.compressor = zstandard.ZstdCompressor(compression_params=params)
     coded = _local.compressor.compress(raw)
-    if len(coded) > len(raw) - len(raw) // _WORST_SAVING - 1:
-        return _PLANE.pack(_PLANE_RAW, len(raw)) + raw
-    return _PLANE.pack(_PLANE_ZSTD, len(coded)) + coded
+    return (_PLANE_ZSTD, coded) if len(coded) < len(raw) - len(raw) // _WORST_SAVING else (_PLANE_RAW, raw)
 
 
-def _unpack(cursor: _Cursor, shape: tuple[int, ...], itemsize: int) -> Planes:
-    numbers = math.prod(shape)
-    mode = cursor.take(1)[0]
-    if mode == _RAW:
-        return Planes(cursor.take(numbers * itemsize), None, [])
-    if mode not in (_PLANES, _PLANES_WITH_BASE):
-        raise DamagedArchive("block part", f"unknown stream mode {mode}")
-    base = None
-    if mode == _PLANES_WITH_BASE:
-        low, high = _unpack_plane(cursor, shape[0] * shape[2]), _unpack_plane(cursor, shape[0] * shape[2])
-        base = _join(low, high, shape[0] * shape[2]).reshape(shape[0], shape[2]).copy()
-    words = [(_unpack_plane(cursor, numbers), _unpack_plane(cursor, numbers)) for _ in range(itemsize // 2)]
-    return Planes(None, base, words)
+class _Jobs:
+    """Streams whose planes wait to be decompressed and joined, all in two calls that leave the interpreter lock alone.
+
+    A plane is known by its address: of raw bytes in the part, or of the zstd frame's contents once decompressed.
+    """
+
+    def __init__(self) -> None:
+        self.frames: list[memoryview] = []
+        self.sizes: list[int] = []
+        self.kept: list[np.ndarray] = []
+        self.rows: dict[int, list[tuple[int, ...]]] = {2: [], 4: []}  # by bytes per number
+
+    def address(self, array: np.ndarray) -> int:
+        """Where `array` lies; it stays there until the jobs are done."""
+        self.kept.append(array)
+        return _address(array)
+
+    def frame(self, data: memoryview, size: int) -> int:
+        """A stand-in for the address of the `size` bytes that a zstd frame holds."""
+        self.frames.append(data)
+        self.sizes.append(size)
+        return -len(self.frames)
+
+    def run(self) -> None:
+        contents = np.array([_address(content) for content in self._decompressed()] + [0], np.int64)
+        for size, rows in self.rows.items():
+            if rows:
+                table = np.array(rows, np.int64)
+                places = table[:, :size]
+                places[places < 0] = contents[-1 - places[places < 0]]
+                (_join2 if size == 2 else _join4)(table)
+
+    def _decompressed(self) -> list[np.ndarray]:
+        if not self.frames:
+            return []
+        if not hasattr(_local, "decompressor"):
+            _local.decompressor = zstandard.ZstdDecompressor()
+        try:
+            for frame, expected in zip(self.frames, self.sizes, strict=True):
+                if (size := zstandard.frame_content_size(frame)) != expected:
+                    raise DamagedArchive(PART, f"plane of {size} bytes, expected {expected}")
+            sizes = struct.pack(f"<{len(self.sizes)}Q", *self.sizes)
+            found = _local.decompressor.multi_decompress_to_buffer(self.frames, decompressed_sizes=sizes, threads=1)
+            contents = [np.frombuffer(segment, np.uint8) for segment in found]
+        except zstandard.ZstdError as error:
+            raise DamagedArchive(PART, f"plane cannot be decoded ({error})") from error
+        if [content.size for content in contents] != self.sizes:
+            raise DamagedArchive(PART, "a plane decodes to fewer bytes than its frame says")
+        self.kept += contents
+        return contents
 
 
-def _unpack_plane(cursor: _Cursor, numbers: int) -> np.ndarray:
-    length = 2 * -(-numbers // 2)
-    codec, coded_length = _PLANE.unpack(cursor.take(_PLANE.size))
-    coded = cursor.take(coded_length)
-    if codec == _PLANE_RAW:
-        if coded_length != length:
-            raise DamagedArchive("block part", f"raw plane of {coded_length} bytes, expected {length}")
-        return np.frombuffer(coded, "<u2")
-    if codec != _PLANE_ZSTD:
-        raise DamagedArchive("block part", f"unknown plane codec {codec}")
-    if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor()
-    try:
-        if zstandard.frame_content_size(coded) != length:
-            raise DamagedArchive("block part", f"plane of {zstandard.frame_content_size(coded)} bytes, not {length}")
-        plane = _local.decompressor.decompress(coded, max_output_size=length, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise DamagedArchive("block part", f"plane cannot be decoded ({error})") from error
-    if len(plane) != length:
-        raise DamagedArchive("block part", f"plane decodes to {len(plane)} bytes, expected {length}")
-    return np.frombuffer(plane, "<u2")
+def _address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
-def _join(low: np.ndarray, high: np.ndarray, numbers: int) -> np.ndarray:
-    """Words (n,) of their byte planes; a view of this thread's scratch memory."""
-    half = low.size
-    words, term = _scratch(half)
-    first, second = words[:half], words[half:]
-    np.left_shift(high, np.uint16(8), out=first)
-    np.bitwise_and(low, np.uint16(0x00FF), out=term)
-    np.bitwise_or(first, term, out=first)
-    np.right_shift(low, np.uint16(8), out=second)
-    np.bitwise_and(high, np.uint16(0xFF00), out=term)
-    np.bitwise_or(second, term, out=second)
-    return words[:numbers]
+def _read_streams(part: memoryview, arrays: Sequence[np.ndarray], jobs: _Jobs) -> None:
+    """Read a part's streams, every length checked against the part and the array it goes to; raw ones at once."""
+    at, part_address = 0, jobs.address(np.frombuffer(part, np.uint8)) if len(part) else 0
+    for out in arrays:
+        head, numbers, (heads, tokens, width) = _HEADS[out.itemsize], out.size, out.shape
+        mode = part[at] if at < len(part) else -1
+        if mode == _RAW:
+            raw = np.frombuffer(_take(part, at + 1, out.nbytes), out.dtype.newbyteorder("<"))
+            out[...] = raw.reshape(out.shape)
+            at += 1 + out.nbytes
+            continue
+        if mode not in (_PLANES, _PLANES_WITH_BASE) or at + head.size > len(part):
+            raise DamagedArchive(PART, f"stream of mode {mode} with {len(part) - at} bytes left")
+        _, *table = head.unpack_from(part, at)
+        at += head.size
+        base = np.zeros(heads * width, np.uint16)
+        if mode == _PLANES_WITH_BASE:
+            base = np.frombuffer(_take(part, at, base.nbytes), "<u2")
+            at += base.nbytes
+        places = []
+        for codec, length in zip(table[::2], table[1::2], strict=True):
+            data = _take(part, at, length)
+            if codec == _PLANE_ZSTD:
+                places.append(jobs.frame(data, numbers))
+            elif codec == _PLANE_RAW and length == numbers:
+                places.append(part_address + at)
+            else:
+                raise DamagedArchive(PART, f"plane of codec {codec} and {length} bytes for {numbers} numbers")
+            at += length
+        step = out.strides[0] // out.itemsize
+        row = (*places, jobs.address(_widened(base, out.dtype)), _address(out), step, heads, tokens, width)
+        jobs.rows[out.itemsize].append(row)
+    if any(part[at:]):
+        raise DamagedArchive(PART, "bytes left over behind its streams")
 
 
-def _scratch(half: int) -> tuple[np.ndarray, np.ndarray]:
-    if getattr(_local, "half", 0) < half:
-        _local.half, _local.words, _local.term = half, np.empty(2 * half, np.uint16), np.empty(half, np.uint16)
-    return _local.words[: 2 * half], _local.term[:half]
+def _take(part: memoryview, at: int, length: int) -> memoryview:
+    taken = part[at : at + length]
+    if len(taken) != length:
+        raise DamagedArchive(PART, f"{length} bytes announced, {len(taken)} there")
+    return taken
 
 
-def _assemble(planes: Planes, out: np.ndarray) -> None:
-    """Join `planes` into `out` (H, T, D), which may be a slice along T of a larger array."""
-    if planes.raw is not None:
-        out[...] = np.frombuffer(planes.raw, out.dtype.newbyteorder("<")).reshape(out.shape)
-        return
-    words = _join(*planes.words[0], out.size)
-    if len(planes.words) == 2:
-        wide = words.astype(np.uint32) << np.uint32(16)
-        words = np.bitwise_or(wide, _join(*planes.words[1], out.size), out=wide)
-    if planes.base is None:
-        out[...] = words.reshape(out.shape)
-        return
-    base = planes.base.astype(out.dtype) << out.dtype.type(8 * out.dtype.itemsize - 16)
-    heads, tokens, width = out.shape
-    rows = math.gcd(tokens, max(1, _COLUMNS // width))
-    long = (heads, tokens // rows, rows * width)
-    target = out.reshape(long, copy=False)  # merges the two inner axes, which are contiguous
-    np.add(words.reshape(long), np.tile(base, (1, rows))[:, None, :], out=target)
+@intrinsic  # type: ignore[untyped-decorator]
+def _bytes_at(typing_context, address):  # type: ignore[no-untyped-def]
+    """The address of bytes as a pointer that `carray` takes."""
+    return types.CPointer(types.uint8)(types.int64), _to_pointer
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _words_at(typing_context, address):  # type: ignore[no-untyped-def]
+    return types.CPointer(types.uint16)(types.int64), _to_pointer
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _double_words_at(typing_context, address):  # type: ignore[no-untyped-def]
+    return types.CPointer(types.uint32)(types.int64), _to_pointer
+
+
+def _to_pointer(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+
+@njit(types.void(types.int64[:, ::1]), nogil=True, cache=True, error_model="numpy")
+def _join2(table):  # type: ignore[no-untyped-def]
+    """Rows: addresses of planes 0 and 1, base, out; words from head to head of out; H, T, D."""
+    for r in range(table.shape[0]):
+        a0, a1, at_base, at_out, step, heads, tokens, width = table[r]
+        n = heads * tokens * width
+        p0, p1 = carray(_bytes_at(a0), (n,)), carray(_bytes_at(a1), (n,))
+        base = carray(_words_at(at_base), (heads * width,))
+        out = carray(_words_at(at_out), ((heads - 1) * step + tokens * width,))
+        for h in range(heads):
+            add = base[h * width : (h + 1) * width]
+            for t in range(tokens):
+                i, o = (h * tokens + t) * width, h * step + t * width
+                row, b0, b1 = out[o : o + width], p0[i : i + width], p1[i : i + width]
+                for d in range(width):
+                    row[d] = np.uint16(np.uint16(b0[d]) | (np.uint16(b1[d]) << np.uint16(8))) + add[d]
+
+
+@njit(types.void(types.int64[:, ::1]), nogil=True, cache=True, error_model="numpy")
+def _join4(table):  # type: ignore[no-untyped-def]
+    """Rows: addresses of planes 0 to 3, base, out; words from head to head of out; H, T, D."""
+    for r in range(table.shape[0]):
+        a0, a1, a2, a3, at_base, at_out, step, heads, tokens, width = table[r]
+        n = heads * tokens * width
+        p0, p1 = carray(_bytes_at(a0), (n,)), carray(_bytes_at(a1), (n,))
+        p2, p3 = carray(_bytes_at(a2), (n,)), carray(_bytes_at(a3), (n,))
+        base = carray(_double_words_at(at_base), (heads * width,))
+        out = carray(_double_words_at(at_out), ((heads - 1) * step + tokens * width,))
+        for h in range(heads):
+            add = base[h * width : (h + 1) * width]
+            for t in range(tokens):
+                i, o = (h * tokens + t) * width, h * step + t * width
+                row = out[o : o + width]
+                b0, b1, b2, b3 = p0[i : i + width], p1[i : i + width], p2[i : i + width], p3[i : i + width]
+                for d in range(width):
+                    low = np.uint32(b0[d]) | (np.uint32(b1[d]) << np.uint32(8))
+                    high = np.uint32(b2[d]) | (np.uint32(b3[d]) << np.uint32(8))
+                    row[d] = np.uint32(low | (high << np.uint32(16))) + add[d]
