@@ -14,7 +14,8 @@ from .recipe import Recipe
 
 if TYPE_CHECKING:
     from .cache import KVCache, LayerKV, Restored
-    from .frontends.library import Archive, Found, find, open, save
+    from .frontends.archive import Archive
+    from .frontends.library import Found, find, open, save
     from .profile import Profile
 
 __version__ = "0.1.0"
@@ -22,7 +23,7 @@ _LATER = {
     "save": "frontends.library",
     "open": "frontends.library",
     "find": "frontends.library",
-    "Archive": "frontends.library",
+    "Archive": "frontends.archive",
     "Found": "frontends.library",
     "KVCache": "cache",
     "LayerKV": "cache",

@@ -16,7 +16,8 @@ _NAMES = {getattr(torch, name): name for name in DTYPES}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def side_geometry(x: Tensor, where: str) -> SideGeometry:

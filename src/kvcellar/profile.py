@@ -96,7 +96,9 @@ def find_profile(wanted: str | None, argument: Profile | None, embedded: bytes |
         return _require(Profile.unpack(embedded), wanted, "the embedded profile")
     path = home() / "profiles" / f"{wanted}.safetensors"
     if not path.is_file():
-        raise ProfileMissing(f"the archive needs profile {wanted}; it was not given, not embedded, and is not at {path}")
+        raise ProfileMissing(
+            f"the archive needs profile {wanted}; it was not given, not embedded, and is not at {path}"
+        )
     return _require(Profile.unpack(path.read_bytes()), wanted, str(path))
 
 

@@ -149,4 +149,4 @@ def build(kind: str, settings: Mapping[str, Any] | None) -> Any:
     if isinstance(factory, str):
         module, name = factory.split(":")
         factory = getattr(importlib.import_module(module), name)
-    return factory(**{key: value for key, value in settings.items() if key != "id"})  # type: ignore[operator]
+    return factory(**{key: value for key, value in settings.items() if key != "id"})

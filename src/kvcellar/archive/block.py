@@ -91,7 +91,7 @@ class BlockHead:
             sealed=bool(flags & _SEALED),
             geometry=geometry,
             recipe=digests[0] or b"",
-            parts=parts,  # type: ignore[arg-type]
+            parts=parts,
             first_position=position,
             profile=digests[1],
             base=digests[2],

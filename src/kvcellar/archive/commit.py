@@ -74,9 +74,9 @@ def read_commit(reader: Reader, offset: int, limit: int) -> Commit:
     part = record_name(COMMIT, offset)
     if len(record.head) < _COMMIT.size or (len(record.head) - _COMMIT.size) % ENTRY.itemsize:
         raise DamagedArchive(part, f"head of {len(record.head)} bytes")
-    fields = _COMMIT.unpack_from(record.head)
     added = np.frombuffer(record.head, ENTRY, offset=_COMMIT.size)
-    commit = Commit(*fields, added=added, end=record.end)
+    sequence, at, previous, index, keep, tokens, position, live = _COMMIT.unpack_from(record.head)
+    commit = Commit(sequence, at, previous, index, keep, tokens, position, live, added, record.end)
     tail = reader.read(record.body_offset, END_SIZE)
     if record.body_length != END_SIZE or tail != struct.pack("<Q", record.length) + END_MAGIC:
         raise DamagedArchive(part, "its end mark differs")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DamagedArchive, InvalidInput, InvalidRecipe, KVCellarError
-from ..geometry import Geometry, LayerGeometry, SideGeometry, MAX_LAYERS
+from ..geometry import MAX_LAYERS, Geometry, LayerGeometry, SideGeometry
 from ..identity import Identity
 from ..recipe import Recipe, canonical_json, strict_json
 

@@ -110,7 +110,7 @@ class ArchiveReader:
         table = [block.head.parts[group] for group in groups]
         offset = block.body_offset + block.head.part_offset(groups[0])
         length = sum(length for length, _ in table)
-        data = memoryview(np.empty(length, np.uint8) if buffer is None else buffer)[:length]
+        data = (np.empty(length, np.uint8) if buffer is None else buffer).data[:length]
         data = data[: self.reader.read_into(offset, data)]
         parts, at = [], 0
         for group, (length, expected) in zip(groups, table, strict=True):

@@ -37,11 +37,41 @@ _REASONS = {
 }
 # Config fields that no number in a cache depends on.
 _NEUTRAL = frozenset(
-    "_name_or_path _model_name_or_path transformers_version dtype torch_dtype architectures use_cache id2label label2id "
-    "problem_type output_attentions output_hidden_states return_dict attn_implementation _attn_implementation "
-    "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id initializer_range "
-    "tie_word_embeddings attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop pretraining_tp auto_map "
-    "chunk_size_feed_forward is_encoder_decoder task_specific_params transformers.js_config".split()
+    (
+        "_attn_implementation",
+        "_model_name_or_path",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "attn_pdrop",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "resid_pdrop",
+        "return_dict",
+        "sep_token_id",
+        "task_specific_params",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+    )
 )
 
 
@@ -76,7 +106,9 @@ def _layer_pairs(cache: Any) -> list[tuple[Tensor, Tensor]]:
         return list(zip(cache.key_cache, cache.value_cache, strict=True))
     if isinstance(cache, Sequence) and all(isinstance(pair, Sequence) and len(pair) >= 2 for pair in cache):
         return [(pair[0], pair[1]) for pair in cache]
-    raise InvalidInput(f"{type(cache).__name__} is no cache: expected a transformers cache, (keys, values) pairs, KVCache")
+    raise InvalidInput(
+        f"{type(cache).__name__} is no cache: expected a transformers cache, (keys, values) pairs, KVCache"
+    )
 
 
 def _from_layer(index: int, layer: Any) -> tuple[Any, Any]:
@@ -105,7 +137,9 @@ def _dequantized(layer: Any) -> tuple[Tensor, Tensor]:
     if hasattr(layer, "_apply_pending_reorder"):
         sides = layer._apply_pending_reorder(*sides)
     recent = layer.keys, layer.values
-    keys, values = (torch.cat([old, new], dim=-2) if new.numel() else old for old, new in zip(sides, recent, strict=True))
+    keys, values = (
+        torch.cat([old, new], dim=-2) if new.numel() else old for old, new in zip(sides, recent, strict=True)
+    )
     return keys, values
 
 
@@ -171,7 +205,9 @@ def _converted(x: Tensor, dtype: torch.dtype | None, device: torch.device | str 
     if dtype is not None and dtype != x.dtype:
         converted = x.to(dtype)
         if not torch.equal(converted.isfinite(), x.isfinite()):
-            raise InvalidInput(f"{where}: {x[x.isfinite()].abs().max().item():g} does not fit {dtype}; stored as {x.dtype}")
+            raise InvalidInput(
+                f"{where}: {x[x.isfinite()].abs().max().item():g} does not fit {dtype}; stored as {x.dtype}"
+            )
         x = converted
     return x.to(device) if device is not None else x
 
@@ -180,7 +216,7 @@ def _selected_layer() -> Callable[[int], Any]:
     """The layer class for caches that hold fewer keys than positions, made when transformers is there."""
     from transformers.cache_utils import DynamicLayer
 
-    class SelectedLayer(DynamicLayer):
+    class SelectedLayer(DynamicLayer):  # type: ignore[misc]
         """Keys of selected positions; `logical_length` counts all positions, held or not."""
 
         is_croppable = False
@@ -191,7 +227,8 @@ def _selected_layer() -> Callable[[int], Any]:
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             self.logical_length += key_states.shape[-2]
-            return super().update(key_states, value_states, *args, **kwargs)
+            keys, values = super().update(key_states, value_states, *args, **kwargs)
+            return keys, values
 
         def get_seq_length(self) -> int:
             return self.logical_length

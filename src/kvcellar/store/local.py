@@ -131,7 +131,7 @@ class LocalPending(Pending):
         self._path = goal.with_name(f".{goal.name[:100]}.{os.getpid()}.{secrets.token_hex(6)}.tmp")
         self._size = 0
         with _explained(str(goal)):
-            self._file = open(self._path, "xb", buffering=0)
+            self._file = open(self._path, "xb", buffering=0)  # noqa: SIM115 (closed by commit or discard)
 
     def append(self, data: bytes | memoryview) -> None:
         with _explained(str(self._goal)):

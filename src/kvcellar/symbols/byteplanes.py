@@ -18,11 +18,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import zstandard
-from numba import carray, njit, types
-from numba.extending import intrinsic
 
 from ..errors import DamagedArchive
 from ..stages import SymbolCoder
+from .kernels import join2, join4
 
 ID = "byteplanes-zstd/1"
 MAX_EXPANSION = 64
@@ -87,7 +86,10 @@ def _base(array: np.ndarray) -> np.ndarray:
 
 def _widened(base: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The base in numbers of `dtype`, of which it is the top 16 bits."""
-    return base if dtype.itemsize == 2 else base.astype(dtype) << dtype.type(8 * dtype.itemsize - 16)
+    if dtype.itemsize == 2:
+        return base
+    wide: np.ndarray = base.astype(dtype) << dtype.type(8 * dtype.itemsize - 16)
+    return wide
 
 
 def _encode_plane(raw: bytes) -> tuple[int, bytes]:
@@ -130,7 +132,7 @@ class _Jobs:
                 table = np.array(rows, np.int64)
                 places = table[:, :size]
                 places[places < 0] = contents[-1 - places[places < 0]]
-                (_join2 if size == 2 else _join4)(table)
+                (join2 if size == 2 else join4)(table)
 
     def _decompressed(self) -> list[np.ndarray]:
         if not self.frames:
@@ -198,63 +200,3 @@ def _take(part: memoryview, at: int, length: int) -> memoryview:
     if len(taken) != length:
         raise DamagedArchive(PART, f"{length} bytes announced, {len(taken)} there")
     return taken
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _bytes_at(typing_context, address):  # type: ignore[no-untyped-def]
-    """The address of bytes as a pointer that `carray` takes."""
-    return types.CPointer(types.uint8)(types.int64), _to_pointer
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _words_at(typing_context, address):  # type: ignore[no-untyped-def]
-    return types.CPointer(types.uint16)(types.int64), _to_pointer
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _double_words_at(typing_context, address):  # type: ignore[no-untyped-def]
-    return types.CPointer(types.uint32)(types.int64), _to_pointer
-
-
-def _to_pointer(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-    return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-
-@njit(types.void(types.int64[:, ::1]), nogil=True, cache=True, error_model="numpy")
-def _join2(table):  # type: ignore[no-untyped-def]
-    """Rows: addresses of planes 0 and 1, base, out; words from head to head of out; H, T, D."""
-    for r in range(table.shape[0]):
-        a0, a1, at_base, at_out, step, heads, tokens, width = table[r]
-        n = heads * tokens * width
-        p0, p1 = carray(_bytes_at(a0), (n,)), carray(_bytes_at(a1), (n,))
-        base = carray(_words_at(at_base), (heads * width,))
-        out = carray(_words_at(at_out), ((heads - 1) * step + tokens * width,))
-        for h in range(heads):
-            add = base[h * width : (h + 1) * width]
-            for t in range(tokens):
-                i, o = (h * tokens + t) * width, h * step + t * width
-                row, b0, b1 = out[o : o + width], p0[i : i + width], p1[i : i + width]
-                for d in range(width):
-                    row[d] = np.uint16(np.uint16(b0[d]) | (np.uint16(b1[d]) << np.uint16(8))) + add[d]
-
-
-@njit(types.void(types.int64[:, ::1]), nogil=True, cache=True, error_model="numpy")
-def _join4(table):  # type: ignore[no-untyped-def]
-    """Rows: addresses of planes 0 to 3, base, out; words from head to head of out; H, T, D."""
-    for r in range(table.shape[0]):
-        a0, a1, a2, a3, at_base, at_out, step, heads, tokens, width = table[r]
-        n = heads * tokens * width
-        p0, p1 = carray(_bytes_at(a0), (n,)), carray(_bytes_at(a1), (n,))
-        p2, p3 = carray(_bytes_at(a2), (n,)), carray(_bytes_at(a3), (n,))
-        base = carray(_double_words_at(at_base), (heads * width,))
-        out = carray(_double_words_at(at_out), ((heads - 1) * step + tokens * width,))
-        for h in range(heads):
-            add = base[h * width : (h + 1) * width]
-            for t in range(tokens):
-                i, o = (h * tokens + t) * width, h * step + t * width
-                row = out[o : o + width]
-                b0, b1, b2, b3 = p0[i : i + width], p1[i : i + width], p2[i : i + width], p3[i : i + width]
-                for d in range(width):
-                    low = np.uint32(b0[d]) | (np.uint32(b1[d]) << np.uint32(8))
-                    high = np.uint32(b2[d]) | (np.uint32(b3[d]) << np.uint32(8))
-                    row[d] = np.uint32(low | (high << np.uint32(16))) + add[d]

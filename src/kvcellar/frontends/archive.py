@@ -1,0 +1,241 @@
+"""An open archive: restore, read, append, compact, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..archive.info import ArchiveInfo, VerifyReport, describe, verify
+from ..archive.manifest import Manifest
+from ..archive.reader import ArchiveReader
+from ..archive.writer import NewBlock, append_blocks, write_archive
+from ..blocks import decode_blocks, encode_blocks
+from ..cache import KVCache, LayerKV, Restored
+from ..errors import ArchiveClosed, InvalidInput, MissingIdentity, TokensMismatch
+from ..identity import Identity
+from ..pipeline import Pipeline
+from ..profile import Profile, find_profile
+from ..store.base import Appender
+from ..store.local import LocalStore
+from .inputs import spans_of, token_ids
+from .transformers import dtype_of, give_cache, take_cache
+
+
+class Archive:
+    """An open archive: a snapshot of its last commit. Use it as a context manager."""
+
+    def __init__(
+        self, store: LocalStore, name: str, reader: ArchiveReader, identity: Identity | None, profile: Profile | None
+    ):
+        self._store, self._name, self._identity, self._profile_argument = store, name, identity, profile
+        self._reader: ArchiveReader | None = reader
+        self._pipeline: Pipeline | None = None
+
+    @property
+    def path(self) -> str:
+        return str(self._store.folder / self._name)
+
+    @property
+    def manifest(self) -> Manifest:
+        """Recipe, identity, geometry, namespace and profile id."""
+        return self._open().manifest
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All stored token ids, int64 (T,)."""
+        return self._open().token_ids()
+
+    def __len__(self) -> int:
+        """Stored tokens."""
+        return self._open().tokens
+
+    def restore(
+        self,
+        positions: int | slice | range | Iterable[int] | None = None,
+        prompt: Any = None,
+        layers: Iterable[int] | None = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+    ) -> Restored:
+        """A transformers DynamicCache in storage of its own, and how many tokens it covers.
+
+        Args:
+            positions: which tokens; an int n means the first n. Selected tokens keep their positions: the cache then
+                goes on at the archive's next position.
+            prompt: token ids; gives their longest stored prefix, at most `len(prompt) − 1` tokens, ready for
+                `model.generate(prompt, cache=…)`. `matched` says how many.
+            layers: only these; the others come back empty, at their places.
+            dtype: convert by value; raises InvalidInput when a number does not fit. Default: as stored.
+            device: where to put the tensors. Default: CPU.
+
+        Raises MissingIdentity when the archive was opened with neither model nor identity, InvalidInput,
+        DamagedArchive, ProfileMissing, ProfileMismatch, MissingExtra.
+        """
+        reader = self._open()
+        if self._identity is None:
+            raise MissingIdentity("restore needs an archive opened with model= or identity=")
+        if positions is not None and prompt is not None:
+            raise InvalidInput("give positions or prompt, not both")
+        chosen = self._layers(layers)
+        if prompt is not None:
+            ids = token_ids(prompt, what="prompt")
+            if not len(ids):
+                raise InvalidInput("the prompt has no token")
+            spans = [range(min(reader.match(ids)[0], len(ids) - 1))]
+        else:
+            spans = spans_of(positions, reader.tokens)
+        held = sum(map(len, spans))
+        prefix = not spans or (len(spans) == 1 and spans[0].start == 0)
+        next_position = held if prefix else reader.commit.next_position
+        out = self._decode(spans, chosen) if held else {}
+        target = give_cache(
+            out,
+            total_layers=len(reader.manifest.geometry),
+            next_position=next_position,
+            dtype=dtype_of(dtype),
+            device=device,
+        )
+        return Restored(target, held)
+
+    def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys (H, T, Dk) and values (H, T, Dv) of tokens `start`…`stop` of one layer, in the stored dtype.
+
+        Keys are as the model cached them. Reads only the blocks and layer groups it needs. Raises InvalidInput,
+        DamagedArchive.
+        """
+        (index,) = self._layers([layer])
+        if not 0 <= start <= stop <= len(self):
+            raise InvalidInput(f"tokens {start}…{stop} of an archive of {len(self)}")
+        kv = self._decode([range(start, stop)], [index])[index]
+        return kv.keys, kv.values
+
+    def append(self, cache: Any, tokens: Any, *, row: int = 0) -> ArchiveInfo:
+        """Add the tokens of `cache` that the archive does not hold yet; `tokens` are all T ids of `cache`.
+
+        Stored tokens keep their stored values; only new ones are coded. After an error the archive is as before.
+        Raises InvalidInput (mode, geometry), TokensMismatch when the ids do not extend the stored ones,
+        MissingIdentity, UnsupportedCache, StorageError.
+        """
+        reader = self._open()
+        if not isinstance(reader.reader, Appender):
+            raise InvalidInput("the archive is open for reading; open it with mode='a' to append")
+        if self._identity is None:
+            raise MissingIdentity("append needs an archive opened with model= or identity=")
+        kv, ids = take_cache(cache, row), token_ids(tokens, row)
+        if len(ids) != len(kv):
+            raise TokensMismatch(f"the cache holds {len(kv)} tokens, {len(ids)} token ids were given")
+        matched, stored = reader.match(ids)
+        if matched < reader.tokens:
+            what = "the ids end there" if stored is None else f"stored id {stored}, given {int(ids[matched])}"
+            raise TokensMismatch(f"the ids must extend the {reader.tokens} stored ones; they part at {matched}: {what}")
+        if kv.geometry != reader.manifest.geometry:
+            raise InvalidInput(f"the cache has {_shape(kv.geometry)}, the archive {_shape(reader.manifest.geometry)}")
+        if len(ids) > matched:
+            keep, blocks = self._extended(kv, ids, matched)
+            append_blocks(reader.reader, reader, keep, blocks)
+            if reader.reader.size() > 2 * reader.commit.live:
+                self.compact()
+        return self.info()
+
+    def _extended(self, kv: KVCache, ids: np.ndarray, stored: int) -> tuple[int, Iterator[NewBlock]]:
+        """How many blocks stay, and the blocks that follow them: the tail joins in once it fills a block."""
+        reader, size = self._open(), self._open().manifest.recipe.block
+        sealed = int(np.count_nonzero(reader.entries["sealed"]))
+        tail_start = sealed * size
+        if len(ids) - tail_start < size:
+            return len(reader.entries), self._blocks(kv.tokens(stored, len(ids)), ids[stored:], stored)
+        joined = kv.tokens(tail_start, len(ids))
+        if stored > tail_start:
+            tail = self._decode([range(tail_start, stored)], list(range(len(reader.manifest.geometry))))
+            joined = _joined(tail, kv.tokens(stored, len(ids)))
+        return sealed, self._blocks(joined, ids[tail_start:], tail_start)
+
+    def _blocks(self, kv: KVCache, ids: np.ndarray, first: int) -> Iterator[NewBlock]:
+        return encode_blocks(self._ready_pipeline(), self.manifest, kv, ids, first)
+
+    def compact(self) -> ArchiveInfo:
+        """Rewrite the file without dead bytes, at once; then it equals one saved in bulk. Needs mode ``"a"``."""
+        reader = self._open()
+        if not isinstance(reader.reader, Appender):
+            raise InvalidInput("the archive is open for reading; open it with mode='a' to compact")
+        pending = self._store.create(self._name)
+        try:
+            write_archive(pending, reader.manifest, self._compacted(), reader.embedded_profile())
+            fresh = pending.commit_and_hold()
+        except BaseException:
+            pending.discard()
+            raise
+        self._reader = ArchiveReader(fresh, reader.manifest.namespace)
+        reader.close()
+        return self.info()
+
+    def _compacted(self) -> Iterator[NewBlock]:
+        reader = self._open()
+        sealed = int(np.count_nonzero(reader.entries["sealed"]))
+        for index in range(sealed):
+            block = reader.block(index)
+            yield NewBlock(block.head, reader.read_parts(block, range(len(block.head.parts))))
+        start = sealed * reader.manifest.recipe.block
+        if start < reader.tokens:
+            layers = self._decode([range(start, reader.tokens)], list(range(len(reader.manifest.geometry))))
+            tail = KVCache(tuple(layers[i] for i in range(len(layers))))
+            yield from self._blocks(tail, reader.token_ids()[start:], start)
+
+    def info(self) -> ArchiveInfo:
+        """What `kvcellar info` prints."""
+        return describe(self._open())
+
+    def verify(self) -> VerifyReport:
+        """Read and check every part; the report names each damaged one."""
+        return verify(self._open())
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open(self) -> ArchiveReader:
+        if self._reader is None:
+            raise ArchiveClosed(f"{self.path} is closed")
+        return self._reader
+
+    def _layers(self, layers: Iterable[int] | None) -> list[int]:
+        count = len(self._open().manifest.geometry)
+        chosen = list(range(count)) if layers is None else sorted({int(layer) for layer in layers})
+        if any(not 0 <= layer < count for layer in chosen):
+            raise InvalidInput(f"layers {chosen} of an archive with layers 0…{count - 1}")
+        return chosen
+
+    def _ready_pipeline(self) -> Pipeline:
+        if self._pipeline is None:
+            manifest = self.manifest
+            embedded = self._open().embedded_profile() if self._profile_argument is None else None
+            profile = find_profile(manifest.profile, self._profile_argument, embedded)
+            self._pipeline = Pipeline(manifest.recipe, manifest.geometry, profile)
+        return self._pipeline
+
+    def _decode(self, spans: Sequence[range], layers: list[int]) -> dict[int, LayerKV]:
+        return decode_blocks(self._ready_pipeline(), self._open(), spans, layers)
+
+
+def _joined(tail: Mapping[int, LayerKV], new: KVCache) -> KVCache:
+    return KVCache(
+        tuple(
+            LayerKV(torch.cat([tail[i].keys, kv.keys], dim=1), torch.cat([tail[i].values, kv.values], dim=1))
+            for i, kv in enumerate(new.layers)
+        )
+    )
+
+
+def _shape(geometry: Any) -> str:
+    return "; ".join(f"{run['layers']} layers of {run['key']}" for run in geometry.to_json())
