@@ -28,7 +28,7 @@ from ..identity import Identity, require_same
 from ..pipeline import Pipeline
 from ..profile import Profile
 from ..recipe import Recipe, find_recipe
-from ..store.base import Appender
+from ..store.base import Appender, Reader
 from ..store.local import LocalStore
 from ..symbols import byteplanes as byteplanes  # its kernels load with this module, not in the first restore
 from .archive import Archive
@@ -99,16 +99,30 @@ class _Replaceable:
             self.held = self.store.open_appender(self.name)
         except ArchiveNotFound:
             return
-        start = self.held.read(0, len(MAGIC))
-        if start and start != MAGIC[: len(start)]:
-            self.__exit__()
-            raise NotAnArchive(
-                f"{self.store.folder / self.name} exists and is no kvcellar archive; it is left as it is"
-            )
+        try:
+            _refuse_foreign(self.held)
+        except BaseException:
+            self.held.close()
+            raise
 
     def __exit__(self, *exc: object) -> None:
         if self.held is not None:
             self.held.close()
+
+
+def _refuse_foreign(existing: Reader) -> None:
+    start = existing.read(0, len(MAGIC))
+    if start and start != MAGIC[: len(start)]:
+        raise NotAnArchive(f"{existing.name} exists and is no kvcellar archive; it is left as it is")
+
+
+def require_replaceable(path: Path) -> None:
+    """Raise what `save` would raise for this path, before the work of making a cache: NotAnArchive, StorageError."""
+    store, name = LocalStore.at(path)
+    store.require_folder()
+    if store.exists(name):
+        with store.open_reader(name) as existing:
+            _refuse_foreign(existing)
 
 
 def open(

@@ -213,10 +213,13 @@ class LocalStore(Store):
             appender.close()  # replaced while we waited: the lock is on the old file
 
     def create(self, name: str) -> LocalPending:
-        path = self._path(name)
+        self.require_folder()
+        return LocalPending(self._path(name))
+
+    def require_folder(self) -> None:
+        """Raise StorageError unless there is a folder to write to."""
         if not self.folder.is_dir():
-            raise StorageError(errno.ENOENT, f"{path}: no folder {self.folder}")
-        return LocalPending(path)
+            raise StorageError(errno.ENOENT, f"no folder {self.folder}")
 
     def exists(self, name: str) -> bool:
         return self._path(name).is_file()

@@ -81,7 +81,8 @@ def _base(array: np.ndarray) -> np.ndarray:
     mean = (array & ~sign).sum(axis=1, dtype=np.uint64, keepdims=True) // np.uint64(array.shape[1])
     negative = (array >= sign).sum(axis=1, keepdims=True) * 2 > array.shape[1]
     top = (mean >> np.uint64(bits - 16)).astype(np.uint16) & np.uint16(0xFFFF << (16 - _BASE_BITS) & 0xFFFF)
-    return top | (negative.astype(np.uint16) << np.uint16(15))
+    base: np.ndarray = top | (negative.astype(np.uint16) << np.uint16(15))
+    return base
 
 
 def _widened(base: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -1,0 +1,36 @@
+# `make demo` and `make test` do all their own set-up; `make env` is a no-op when .venv is current.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.current
+
+.PHONY: env demo test lint types bench model clean
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,demo,bench,dev]'
+	touch $(STAMP)
+
+demo: env
+	$(BIN)/kvcellar demo
+
+model: env
+	$(BIN)/python -c "from kvcellar.frontends.cli.demo_model import demo_model; print(demo_model())"
+
+test: env
+	$(BIN)/python -m pytest
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: env
+	$(BIN)/mypy
+
+bench: model
+	$(BIN)/python benchmarks/exact.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Judging a restored cache by what the model says next."""

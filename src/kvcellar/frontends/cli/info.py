@@ -1,0 +1,65 @@
+"""`kvcellar info`: reads header, manifest and last commit; loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+import click
+
+from ...archive.info import ArchiveInfo, describe
+from ...archive.reader import ArchiveReader
+from ...store.local import LocalStore
+from .common import emit, facts, human_bytes, json_option, namespace_option
+
+
+@click.command("info")
+@click.argument("file", type=click.Path(dir_okay=False))
+@namespace_option
+@json_option
+def command(file: str, namespace: str, as_json: bool) -> None:
+    """Show what the archive FILE holds and how large it is.
+
+    Sizes are bytes on disk. "16-bit" compares the whole file with the same cache in a 16-bit dtype.
+    """
+    store, name = LocalStore.at(file)
+    with ArchiveReader(store.open_reader(name), namespace) as archive:
+        info = describe(archive)
+    emit(info.to_json(), summary(info), as_json=as_json)
+
+
+def summary(info: ArchiveInfo) -> list[str]:
+    """The lines a person reads."""
+    rows = {
+        "archive": info.path,
+        "format": f"kvc {info.format}, {info.commits} commit{'s' * (info.commits > 1)}",
+        "recipe": info.recipe,
+        "model": f"{info.identity['label']} ({info.identity['kind']} {info.identity['digest'][:12]})",
+        "tokens": f"{info.tokens:,} in {info.blocks} blocks ({info.sealed_blocks} sealed)",
+        "layers": "; ".join(_layers(run) for run in info.geometry),
+        "file": f"{human_bytes(info.file_bytes)} = {info.bytes_per_token:,.0f} B/token",
+        "raw cache": f"{human_bytes(info.raw_bytes)} = {info.raw_bytes_per_token:,} B/token",
+        "ratio": f"{info.ratio_raw:.2f} x raw, {info.ratio_16bit:.2f} x 16-bit",
+        "profile": _profile(info),
+    }
+    dead = info.file_bytes - info.live_bytes - info.uncommitted_bytes
+    if dead:
+        rows["dead"] = (
+            f"{human_bytes(dead)} of the file are superseded; appending reclaims them once they outweigh the rest"
+        )
+    if info.namespace:
+        rows["namespace"] = info.namespace
+    if info.uncommitted_bytes:
+        rows["unfinished"] = f"{info.uncommitted_bytes:,} bytes follow the last commit: a write stopped half-way"
+    return facts(rows)
+
+
+def _layers(run: dict) -> str:  # type: ignore[type-arg]
+    key, value = run["key"], run["value"]
+    same = key == value
+    sides = f"{key['heads']} KV heads x {key['width']} {key['dtype']}"
+    return f"{run['layers']} x ({sides}{'' if same else ' keys, ' + str(value) + ' values'})"
+
+
+def _profile(info: ArchiveInfo) -> str:
+    if info.profile is None:
+        return "none needed"
+    size = "not in this file" if info.profile_bytes is None else f"{human_bytes(info.profile_bytes)}, in this file"
+    return f"{info.profile[:12]} ({size})"

@@ -1,0 +1,126 @@
+"""Models in local folders: loading, running over tokens, and remembering which folder has which identity.
+
+`models.json` under `kvcellar.profile.home()` keeps, per folder, the sizes and times of its files and the identity
+they gave, so a fingerprint is computed once, and `generate` finds the model of an archive without being told.
+Nothing here contacts a hub.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import InvalidInput, MissingExtra
+from ...identity import Identity
+from ...profile import home
+from ...store.local import LocalStore
+from ..transformers import dtype_of, identity_of_model
+from .common import progress
+
+CHUNK = 512
+_WEIGHTS = (".safetensors", ".bin", ".json")
+
+
+class LocalModel:
+    """A causal language model and its tokenizer from a folder, with the identity its caches have."""
+
+    def __init__(self, folder: str | os.PathLike[str], dtype: str = "auto"):
+        self.folder = Path(folder).resolve()
+        if not (self.folder / "config.json").is_file():
+            raise InvalidInput(f"{folder} holds no transformers model: there is no config.json in it")
+        try:
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+            from transformers.utils import logging
+        except ImportError as error:
+            raise MissingExtra("running a model needs the extra: pip install 'kvcellar[hf]'") from error
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        wanted = "auto" if dtype == "auto" else dtype_of(dtype)
+        try:
+            self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=wanted, local_files_only=True).eval()
+            self.tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise InvalidInput(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+        self.identity = remembered_identity(self.folder, str(self.model.dtype), self.model)
+
+    @property
+    def max_tokens(self) -> int | None:
+        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        """Token ids of `text`; without special tokens when it continues another text."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=not continues).input_ids
+        return ids
+
+    def require_room(self, tokens: int) -> None:
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            raise InvalidInput(f"{tokens:,} tokens; the model has positions for {self.max_tokens:,}")
+
+    def prefill(self, ids: list[int] | np.ndarray, cache: Any, *, quiet: bool) -> None:
+        """Run the model over `ids` behind what `cache` holds already, in chunks of 512 tokens."""
+        with torch.inference_mode(), progress(f"prefill {len(ids):,} tokens", len(ids), quiet=quiet) as advance:
+            for start in range(0, len(ids), CHUNK):
+                chunk = torch.tensor([list(ids[start : start + CHUNK])])
+                self.model(chunk, cache=cache, use_cache=True, logits_to_keep=1)
+                advance(chunk.shape[1])
+
+
+def empty_cache() -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def read_text(path: str) -> str:
+    """A text file, or standard input for "-". Raises InvalidInput when it is not UTF-8 text or empty."""
+    import sys
+
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    if not text.strip():
+        raise InvalidInput(f"{path} is empty: there is nothing to run the model over")
+    return text
+
+
+def remembered_identity(folder: Path, dtype: str, model: Any) -> Identity:
+    """The identity of the model in `folder`, computed anew only when one of its files changed."""
+    stamps = {
+        entry.name: [entry.stat().st_size, entry.stat().st_mtime_ns]
+        for entry in sorted(os.scandir(folder), key=lambda e: e.name)
+        if entry.is_file() and entry.name.endswith(_WEIGHTS)
+    }
+    known = _remembered()
+    key = f"{folder} {dtype}"
+    entry = known.get(key)
+    if isinstance(entry, dict) and entry.get("files") == stamps:
+        return Identity(**entry["identity"])
+    identity = identity_of_model(model)
+    known[key] = {"folder": str(folder), "files": stamps, "identity": identity.to_json()}
+    home().mkdir(parents=True, exist_ok=True)
+    with LocalStore(home()).replacing("models.json") as pending:
+        pending.append(json.dumps(known, indent=1).encode())
+    return identity
+
+
+def folder_of(identity: Identity) -> Path:
+    """The folder where this machine last saw the model with `identity`. Raises InvalidInput when it never did."""
+    for entry in _remembered().values():
+        if entry["identity"]["digest"] == identity.digest and Path(entry["folder"]).is_dir():
+            return Path(entry["folder"])
+    raise InvalidInput(f"no folder known for {identity}; name it with --model DIR")
+
+
+def _remembered() -> dict[str, Any]:
+    try:
+        known = json.loads((home() / "models.json").read_text())
+        return {k: v for k, v in known.items() if isinstance(v, dict) and {"folder", "files", "identity"} <= set(v)}
+    except (OSError, ValueError, AttributeError):
+        return {}
