@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import jaxtyping
 import numpy as np
 import torch
 
 import kvcellar
-from conftest import Pairs
 from kvcellar import Archive, KVCellarError, Recipe
 from kvcellar.archive.format import (
     COMMIT,
@@ -27,6 +24,7 @@ from kvcellar.store.base import Reader
 
 BLOCK = 8
 SMALL = Recipe(name="small", symbols={"id": "byteplanes-zstd/1"}, block=BLOCK)
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 _UNSIGNED = {2: np.uint16, 4: np.uint32}
 
 
@@ -79,7 +77,7 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
 
 
 class Span(NamedTuple):
-    """Bytes `start`…`stop` of a file. `live`: the newest state needs them. `label`: a pattern in whatever names them."""
+    """Bytes `start`…`stop` of a file. `live`: the newest state needs them. `label`: a pattern that names them."""
 
     start: int
     stop: int
@@ -133,17 +131,3 @@ def outcome(path: Path) -> Outcome:
         except KVCellarError as error:
             complaints.append(str(error))
     return Outcome(found, complaints)
-
-
-@contextmanager
-def thousands_of_restores() -> Iterator[None]:
-    """Decode on this thread and without checks of dimensions, which would be most of the time of a tiny archive."""
-    import os
-
-    cores, os.cpu_count = os.cpu_count, lambda: 1
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        os.cpu_count = cores
-        jaxtyping.config.update("jaxtyping_disable", False)

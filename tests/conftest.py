@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -62,6 +64,15 @@ def make_cache() -> Callable[..., Pairs]:
 @pytest.fixture(scope="session")
 def make_ids() -> Callable[..., list[int]]:
     return _make_ids
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For thousands of tiny restores: no worker threads and no checks of dimensions, which would be most of the time."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

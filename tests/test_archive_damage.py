@@ -13,17 +13,12 @@ import pytest
 import torch
 
 import kvcellar
-from archives import SMALL, Span, contents_of, outcome, prefix, same, spans, thousands_of_restores
+from archives import SMALL, Span, contents_of, outcome, prefix, same, spans
 from kvcellar.errors import DamagedArchive
 from kvcellar.profile import Profile
 
+pytestmark = pytest.mark.usefixtures("quick")
 STATES = (5, 7, 10, 21)  # tokens after the save and each append: a tail, a longer tail, a block and a tail, two more
-
-
-@pytest.fixture(autouse=True)
-def _quick() -> Iterator[None]:
-    with thousands_of_restores():
-        yield
 
 
 @contextmanager
