@@ -68,7 +68,7 @@ def make_ids() -> Callable[..., list[int]]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For thousands of tiny restores: no worker threads and no checks of dimensions, which would be most of the time."""
+    """For thousands of tiny restores: no threads and no checks of dimensions, which would be most of the time."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     jaxtyping.config.update("jaxtyping_disable", True)
     yield

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 import torch
+
 from archives import SMALL, Outcome, Pairs, contents_of, outcome
 from kvcellar import Identity, KVCache, LayerKV
 from kvcellar.archive.block import BlockHead
@@ -20,7 +20,6 @@ from kvcellar.archive.manifest import Manifest
 from kvcellar.archive.writer import NewBlock
 from kvcellar.blocks import encode_blocks
 from kvcellar.pipeline import Pipeline
-
 
 TOKENS = 21
 IDS = list(range(100, 100 + TOKENS))

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from archives import SMALL
-from hostile import CACHE, IDS, TOKENS, Forger, require_refused, taken
 
 import kvcellar
+from archives import SMALL
+from hostile import TOKENS, Forger, require_refused, taken
 from kvcellar.errors import InvalidRecipe
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 def test_manifests_that_are_no_manifest(text: bytes, words: str, tmp_path: Path) -> None:
     forger = Forger()
     forger.manifest_bytes = text
-    require_refused(forger.build(), words)
+    require_refused(forger.build(), words, tmp_path)
 
 
 @pytest.mark.parametrize("where", ["whole", "recipe", "setting", "geometry"])
@@ -54,7 +54,7 @@ def test_nesting_of_any_depth_is_require_refused(where: str, tmp_path: Path) -> 
             value["geometry"][0]["key"]["heads"] = "NESTED"
         text = nested if where == "whole" else json.dumps(value).replace('"NESTED"', nested)
         forger.manifest_bytes = text.encode()
-        found = taken(forger.build())
+        found = taken(forger.build(), tmp_path)
         assert found.complaints, f"depth {depth}"
         assert found.contents is None, f"depth {depth}"
 
@@ -111,7 +111,7 @@ def _set(*path: object, to: object) -> Callable[[dict], None]:
 def test_manifests_with_a_wrong_value(path: tuple, to: object, tmp_path: Path) -> None:
     forger = Forger()
     forger.json(_set(*path, to=to))
-    found = taken(forger.build())
+    found = taken(forger.build(), tmp_path)
     assert found.complaints
     assert found.contents is None
 
@@ -135,5 +135,3 @@ def test_find_passes_over_what_it_cannot_read(saved: Callable, tmp_path: Path) -
         found = kvcellar.find(good.parent, ids, identity="m")
     assert (found.path, found.matched) == (str(good), TOKENS)
     assert len(warned) == 2
-
-

@@ -114,7 +114,7 @@ def test_what_cannot_be_read_is_passed_over_aloud(store: Store, tmp_path: Path, 
     data = bytearray(flipped.read_bytes())
     data[60] ^= 1  # in the manifest
     flipped.write_bytes(data)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="passed over") as caught:
         found = _find(tmp_path, ids)
     assert (Path(found.path).name, found.matched) == ("good.kvc", 7)
     messages = sorted(str(warning.message) for warning in caught)

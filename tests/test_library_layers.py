@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,14 @@ from models import llama, logits, mistral, pairs, prefill, prompt, same_bits
 IDS = prompt(40)
 
 
+@pytest.fixture
+def as_released() -> Iterator[None]:
+    """Without the checks of named dimensions, which would refuse some tensors before kvcellar does."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
 def _filled(layer: DynamicLayer, width: int = 16) -> DynamicLayer:
     layer.update(torch.randn(1, 2, 40, width), torch.randn(1, 2, 40, width))
     return layer
@@ -36,9 +45,8 @@ def _behind_good_layers(layer: object) -> Cache:
 
 
 def _refused(saved: Callable, cache: object, message: str) -> None:
-    with pytest.raises(UnsupportedCache, match=message) as caught:
+    with pytest.raises(UnsupportedCache, match=message):
         saved(cache, IDS)
-    assert not list(caught.value.args[0].split("\n")[1:])
 
 
 def test_quantized_layers_are_saved_as_the_model_reads_them(saved: Callable) -> None:
@@ -124,12 +132,12 @@ def test_encoder_decoder_caches_are_refused(saved: Callable) -> None:
         (lambda k, v: (k.numpy(), v.numpy()), "layer 1: keys are ndarray"),
     ],
 )
+@pytest.mark.usefixtures("as_released")
 def test_pairs_that_cannot_be_stored(make_cache: Callable, saved: Callable, change: Callable, message: str) -> None:
     source = make_cache()
     source[1] = change(*source[1])
     _refused(saved, source, message)
-    if isinstance(source[1][0], torch.Tensor):
-        _refused(saved, SimpleNamespace(key_cache=[k for k, _ in source], value_cache=[v for _, v in source]), message)
+    _refused(saved, SimpleNamespace(key_cache=[k for k, _ in source], value_cache=[v for _, v in source]), message)
 
 
 def test_numpy_pairs_are_refused_by_layer(make_cache: Callable, saved: Callable) -> None:

@@ -19,12 +19,13 @@ from collections.abc import Sequence
 import numpy as np
 import zstandard
 
-from ..errors import DamagedArchive
+from ..errors import DamagedArchive, UnsupportedCache
 from ..stages import SymbolCoder
 from .kernels import join2, join4
 
 ID = "byteplanes-zstd/1"
 MAX_EXPANSION = 64
+MAX_PLANE = (1 << 32) - 1
 MIN_TOKENS_FOR_BASE = 16
 PART = "block part"
 _RAW, _PLANES, _PLANES_WITH_BASE = 0, 1, 2
@@ -45,6 +46,10 @@ class BytePlanes(SymbolCoder):
         self.refuse_unknown(settings)
 
     def encode(self, arrays: Sequence[np.ndarray]) -> bytes:
+        if largest := max((array.size for array in arrays if array.size > MAX_PLANE), default=0):
+            raise UnsupportedCache(
+                f"{largest} numbers in one block of a layer; at most {MAX_PLANE}: use a smaller block"
+            )
         part = b"".join(_encode(np.ascontiguousarray(array)) for array in arrays)
         shortest = -(-sum(array.nbytes for array in arrays) // MAX_EXPANSION)
         return part + bytes(max(0, shortest - len(part)))
