@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.metadata
 import json
@@ -21,7 +22,7 @@ LIBRARIES = ("torch", "transformers", "numpy", "numba", "blosc2", "zstandard", "
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores, memory, versions, commit and date: what a figure is worth without is not much."""
+    """CPU, cores, memory, versions, commit and date: without them a figure is worth little."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -63,15 +64,22 @@ def _version(library: str) -> str:
         return "absent"
 
 
-def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int, warm: int = 1) -> dict[str, list[float]]:
+def interleaved(
+    cases: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    warm: int = 1,
+    before: Callable[[], object] = gc.collect,
+) -> dict[str, list[float]]:
     """Seconds of every call, the cases taking turns so that a slow minute of the machine hits all of them.
 
-    Odd rounds run in reverse order, so none always follows the same other. A result is freed, outside the time,
-    before the next call.
+    Odd rounds run in reverse order, so none always follows the same other. A result is freed and `before` is called,
+    outside the time, before the next call.
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(-warm, rounds):
         for name in list(cases) if number % 2 == 0 else list(cases)[::-1]:
+            before()
             spent = timed(cases[name])
             if number >= 0:
                 seconds[name].append(spent)
@@ -79,13 +87,24 @@ def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int, warm: in
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call, garbage collected before it and its result freed after it."""
-    gc.collect()
+    """Seconds of one call; its result is freed after the time is taken."""
     start = time.perf_counter()
     result = call()
     spent = time.perf_counter() - start
     del result
     return spent
+
+
+def give_memory_back() -> None:
+    """Hand what the allocator keeps of freed memory back to the system (glibc; elsewhere only collects garbage).
+
+    Otherwise repeats in a loop may get the very pages they had, which a program that restores once never does; a page
+    fault for each 4 KiB of 46 MB costs as much as decoding does.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def summary(seconds: list[float], nbytes: int | None = None) -> dict[str, Any]:

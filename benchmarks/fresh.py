@@ -9,8 +9,6 @@ threads does not count; the memory this leaves behind is handed back to the syst
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import statistics
 import subprocess
@@ -19,6 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from common import give_memory_back
 
 IDENTITY = "benchmark"
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -81,8 +81,7 @@ def restore_memory(path: str, small: str) -> dict[str, int]:
 
 
 def _peak(call: Callable[[], Any]) -> tuple[int, Any]:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    give_memory_back()
     before = _resident("VmRSS")
     _CLEAR_REFS.write_text("5")
     result = call()

@@ -46,7 +46,7 @@ def blosc2_ways(raw: np.ndarray, layers: int) -> list[Blosc2]:
         for cut, count in (("whole", 1), ("per layer", layers)):
             pieces = tuple(blosc2.compress2(piece, **options) for piece in np.split(raw, count))
             for threads in sorted({blosc2.nthreads, 1}, reverse=True):
-                ways.append(Blosc2(f"blosc2 {setting}, {cut}, threads {threads}", pieces, threads))
+                ways.append(Blosc2(f"blosc2 {setting}, {cut}, {threads} thread{'s' * (threads > 1)}", pieces, threads))
     return ways
 
 

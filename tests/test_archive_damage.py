@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import kvcellar
-from archives import SMALL, Span, contents_of, outcome, prefix, same, spans
-from kvcellar.errors import DamagedArchive
+from archives import SMALL, Span, contents, contents_of, outcome, prefix, same, spans
+from kvcellar.errors import DamagedArchive, KVCellarError
 from kvcellar.profile import Profile
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -195,3 +195,36 @@ def test_damage_behind_the_last_commit_loses_nothing(samples: dict[str, Sample],
             continue
         assert same(found.contents, whole)
         assert any("follow the last commit" in text for text in found.complaints)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files by /proc")
+def test_refused_files_are_closed(samples: dict[str, Sample], tmp_path: Path) -> None:
+    """A service that looks through a folder again and again must not run out of files."""
+    data, whole, _ = samples["bulk"]
+    (tmp_path / "damaged.kvc").write_bytes(data[:-1])
+    (tmp_path / "foreign.kvc").write_bytes(b"GIF89a")
+    (tmp_path / "good.kvc").write_bytes(data)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.warns(UserWarning, match=r"passed over damaged\.kvc"):
+            kvcellar.find(tmp_path, whole[0], identity="m")
+        assert kvcellar.find(tmp_path, whole[0], identity="m", namespace="another").path is None
+        for name in ("damaged.kvc", "foreign.kvc"):
+            with pytest.raises(KVCellarError):
+                kvcellar.open(tmp_path / name, identity="m")
+        with pytest.raises(KVCellarError):
+            kvcellar.open(tmp_path / "good.kvc", identity="another")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_verify_of_an_older_snapshot_is_sound(samples: dict[str, Sample], tmp_path: Path, make_cache: Callable) -> None:
+    """Somebody else's complete append behind an open reader is no damage."""
+    data, whole, commits = samples["appended"]
+    path = tmp_path / "a.kvc"
+    path.write_bytes(data[: commits[-2][0]])
+    cache = make_cache(layers=2, heads=1, tokens=STATES[-1], width=4, dtype=torch.float16)
+    with kvcellar.open(path, identity="m") as reader:
+        with kvcellar.open(path, identity="m", mode="a") as writer:
+            writer.append(cache, whole[0].tolist())
+        assert same(contents(reader), commits[-2][1]), "a snapshot does not move"
+        assert reader.verify().problems == ()

@@ -10,7 +10,7 @@ import pytest
 
 import kvcellar
 from archives import SMALL
-from hostile import TOKENS, Forger, require_refused, taken
+from hostile import CACHE, IDS, TOKENS, Forger, require_refused, taken
 from kvcellar.errors import InvalidRecipe
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -39,7 +39,7 @@ def test_manifests_that_are_no_manifest(text: bytes, words: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("where", ["whole", "recipe", "setting", "geometry"])
-def test_nesting_of_any_depth_is_require_refused(where: str, tmp_path: Path) -> None:
+def test_nesting_of_any_depth_is_refused(where: str, tmp_path: Path) -> None:
     """Just under the parser's limit as well: what can be parsed is printed and hashed later, deeper in the stack."""
     forger = Forger()
     honest = forger.manifest_bytes.decode()
@@ -127,11 +127,11 @@ def test_a_recipe_of_another_version_is_named(version: int, tmp_path: Path) -> N
 
 def test_find_passes_over_what_it_cannot_read(saved: Callable, tmp_path: Path) -> None:
     forger = Forger()
-    good = saved(cache, ids, recipe=SMALL, name="good.kvc")
+    good = saved(CACHE, IDS, recipe=SMALL, name="good.kvc")
     (good.parent / "damaged.kvc").write_bytes(forger.build()[:-1])
     forger.json(_set("recipe", "version", to=2))
     (good.parent / "newer.kvc").write_bytes(forger.build())
     with pytest.warns(UserWarning, match="passed over") as warned:
-        found = kvcellar.find(good.parent, ids, identity="m")
+        found = kvcellar.find(good.parent, IDS, identity="m")
     assert (found.path, found.matched) == (str(good), TOKENS)
     assert len(warned) == 2

@@ -13,15 +13,19 @@ import numpy as np
 from ..errors import ArchiveNotFound, DamagedArchive
 from ..store.base import Reader
 from .block import BlockHead
-from .commit import Commit, last_commit, read_entries, read_index
+from .commit import Commit, last_commit, read_commit, read_entries, read_index
 from .format import (
     BLOCK,
+    COMMIT,
+    FRAME_SIZE,
     HEADER_SIZE,
+    INDEX,
     MANIFEST,
     PROFILE,
     Record,
     check_header,
     checksum,
+    read_frame,
     read_record,
     record_name,
 )
@@ -156,10 +160,10 @@ class ArchiveReader:
 
 
 def problems(archive: ArchiveReader) -> Iterator[tuple[float, DamagedArchive | None]]:
-    """Check every byte of the live state: (fraction done, problem or None) for each step.
+    """Check every record of the file and every part of its live blocks: (fraction done, problem or None) per step.
 
-    Bytes behind the last commit, dead blocks included, are checked only as far as frames go; what lies behind the
-    last commit is reported, since a sound file ends with it.
+    Of superseded blocks only frame and head count, since nothing reads their parts. Bytes behind the last commit are
+    reported too: a sound file ends with it.
     """
     reader, commit = archive.reader, archive.commit
     steps = len(archive.entries) + 2
@@ -168,13 +172,25 @@ def problems(archive: ArchiveReader) -> Iterator[tuple[float, DamagedArchive | N
         yield 0.0, DamagedArchive(f"end of file at byte {commit.end}", f"{rest} bytes follow the last commit")
     try:
         archive.embedded_profile()
-        if commit.index:
-            read_index(reader, commit.index, commit.offset)
-        offset = archive.first_block
-        while offset < commit.offset:
-            offset = read_record(reader, offset, commit.offset).end
     except DamagedArchive as error:
         yield 1 / steps, error
+    offset = archive.first_block
+    while offset < commit.offset:
+        try:
+            tag, head_length, body_length = read_frame(reader, offset, commit.offset)
+        except DamagedArchive as error:
+            yield 1 / steps, error
+            break  # where the next record starts is not known any more
+        try:
+            if tag == INDEX:
+                read_index(reader, offset, commit.offset)
+            elif tag == COMMIT:
+                read_commit(reader, offset, commit.offset)
+            else:
+                read_record(reader, offset, commit.offset)
+        except DamagedArchive as error:
+            yield 1 / steps, error
+        offset += FRAME_SIZE + head_length + 8 + body_length
     for index in range(len(archive.entries)):
         try:
             block = archive.block(index)

@@ -185,13 +185,12 @@ def _child(path: Path, reference: Path, new_tokens: int) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     title = f"{result['tokens']:,} tokens, {result['model']['label']}, {result['threads']} threads"
-    table = Table(title=title, box=SIMPLE, padding=(0, 1))
+    table = Table(title=title, box=None, collapse_padding=True, pad_edge=False, padding=(0, 2))
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "recipe" else "right", no_wrap=True)
     for row in result["rows"]:

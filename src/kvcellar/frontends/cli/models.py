@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,11 @@ def empty_cache() -> Any:
 
 
 def read_text(path: str) -> str:
-    """A text file, or standard input for "-". Raises InvalidInput when it is not UTF-8 text or empty."""
-    import sys
-
+    """A text file, or standard input for "-". Raises InvalidInput when it cannot be read, is not UTF-8, or is empty."""
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     if not text.strip():
