@@ -165,9 +165,10 @@ def test_verify_names_every_damaged_part(samples: dict[str, Sample], tmp_path: P
     assert not bodies[2].named_in(parts)
 
 
-def test_a_damaged_index_is_rebuilt_from_the_blocks(samples: dict[str, Sample], tmp_path: Path) -> None:
-    """Wherever the index is damaged: frame, head or entries. The index is a hint; the blocks describe themselves."""
-    data, whole, _ = samples["bulk"]
+@pytest.mark.parametrize("kind", ["bulk", "appended"])
+def test_a_damaged_index_is_rebuilt_from_the_blocks(kind: str, samples: dict[str, Sample], tmp_path: Path) -> None:
+    """Wherever it is damaged: frame, head or entries; the last commit's own index, and the one it goes back to."""
+    data, whole, _ = samples[kind]
     (index,) = [span for span in spans(data) if span.tag == b"KVCI"]
     path = tmp_path / "a.kvc"
     path.write_bytes(data)
@@ -215,6 +216,23 @@ def test_refused_files_are_closed(samples: dict[str, Sample], tmp_path: Path) ->
         with pytest.raises(KVCellarError):
             kvcellar.open(tmp_path / "good.kvc", identity="another")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_verify_notices_what_happens_after_opening(samples: dict[str, Sample], tmp_path: Path) -> None:
+    """It reads every part anew, also those that opening has read and kept."""
+    data, _, _ = samples["bulk"]
+    path = tmp_path / "a.kvc"
+    path.write_bytes(data)
+    unnoticed = []
+    with kvcellar.open(path, identity="m") as archive:
+        contents(archive)
+        for span in spans(data):
+            for at in range(span.start, span.stop, 9):
+                with flipped(path, data, at, 0x20):
+                    if not archive.verify().problems:
+                        unnoticed.append(f"byte {at} ({span.tag!r} at {span.start})")
+        assert archive.verify().problems == ()
+    assert not unnoticed, f"{len(unnoticed)} bytes: {unnoticed[:5]} … {unnoticed[-5:]}"
 
 
 def test_verify_of_an_older_snapshot_is_sound(samples: dict[str, Sample], tmp_path: Path, make_cache: Callable) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,19 @@ import pytest
 import torch
 
 import kvcellar
+import kvcellar.store.local as local
 from archives import SMALL, contents, contents_at, contents_of, prefix, same, spans
 from kvcellar.archive.format import INDEX
-from kvcellar.errors import ArchiveLocked, StorageError
+from kvcellar.errors import ArchiveLocked, KVCellarError, StorageError
 from kvcellar.store.local import LocalAppender, LocalPending, LocalStore
 
 pytestmark = pytest.mark.usefixtures("quick")
 TOKENS = 45
 POINTS = ["first byte", "10 %", "50 %", "before the index", "last byte"]
-FULL = StorageError(errno.ENOSPC, "no space left on device")
+
+
+def full() -> BaseException:
+    return StorageError(errno.ENOSPC, "no space left on device")
 
 
 def point(name: str, written: bytes, before_index: int) -> int:
@@ -32,7 +36,7 @@ def point(name: str, written: bytes, before_index: int) -> int:
 
 
 @contextmanager
-def failing_after(count: int, kind: type, error: BaseException = FULL) -> Iterator[None]:
+def failing_after(count: int, kind: type, error: Callable[[], BaseException] = full) -> Iterator[None]:
     """Appends of `kind` write `count` bytes in all, then raise in the middle of what they were given."""
     original, left = kind.append, count
 
@@ -41,7 +45,7 @@ def failing_after(count: int, kind: type, error: BaseException = FULL) -> Iterat
         original(self, data[:left])
         left -= min(left, len(data))
         if not left:
-            raise error
+            raise error()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "append", append)
@@ -69,8 +73,8 @@ def save(path: Path, cache: list, ids: list[int], tokens: int) -> None:
 
 @pytest.mark.parametrize("where", POINTS)
 @pytest.mark.parametrize("over", [True, False], ids=["over an old archive", "anew"])
-@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()], ids=["full disk", "interrupt"])
-def test_a_failed_save(where: str, over: bool, error: BaseException, path: Path, cache: list, ids: list[int]) -> None:
+@pytest.mark.parametrize("error", [full, KeyboardInterrupt], ids=["full disk", "interrupt"])
+def test_a_failed_save(where: str, over: bool, error: Callable, path: Path, cache: list, ids: list[int]) -> None:
     save(path, cache, ids, TOKENS)
     new = path.read_bytes()
     (index,) = [span for span in spans(new) if span.tag == INDEX]
@@ -78,7 +82,7 @@ def test_a_failed_save(where: str, over: bool, error: BaseException, path: Path,
     if over:
         save(path, cache, ids, 12)
     old = path.read_bytes() if over else None
-    with failing_after(point(where, new, index.start), LocalPending, error), pytest.raises(type(error)):
+    with failing_after(point(where, new, index.start), LocalPending, error), pytest.raises(type(error())):
         save(path, cache, ids, TOKENS)
     assert os.listdir(path.parent) == (["a.kvc"] if over else [])
     if over:
@@ -88,9 +92,9 @@ def test_a_failed_save(where: str, over: bool, error: BaseException, path: Path,
 
 
 @pytest.mark.parametrize("where", POINTS)
-@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()], ids=["full disk", "interrupt"])
+@pytest.mark.parametrize("error", [full, KeyboardInterrupt], ids=["full disk", "interrupt"])
 def test_a_failed_append(
-    where: str, error: BaseException, path: Path, cache: list, ids: list[int], monkeypatch: pytest.MonkeyPatch
+    where: str, error: Callable, path: Path, cache: list, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcellar.archive.writer.INDEX_EVERY", 1)  # every append writes an index, too
     save(path, cache, ids, 12)
@@ -103,7 +107,7 @@ def test_a_failed_append(
 
     with kvcellar.open(path, identity="m", mode="a") as archive:
         bytes_before_failure = point(where, new[len(old) :], index.start - len(old))
-        with failing_after(bytes_before_failure, LocalAppender, error), pytest.raises(type(error)):
+        with failing_after(bytes_before_failure, LocalAppender, error), pytest.raises(type(error())):
             archive.append(cache, ids)
         assert path.read_bytes() == old
         assert os.listdir(path.parent) == ["a.kvc"]
@@ -147,12 +151,13 @@ def test_a_failed_sync_is_a_failed_append(call: int, path: Path, cache: list, id
         nonlocal calls
         calls += 1
         if calls == call:
-            raise FULL
+            raise full()
 
     with kvcellar.open(path, identity="m", mode="a") as archive:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError):
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LocalAppender, "sync", sync)
-            archive.append(cache, ids)
+            with pytest.raises(StorageError):
+                archive.append(cache, ids)
         assert path.read_bytes() == old
         archive.append(cache, ids)
     assert same(contents_at(path), contents_of(cache, ids))
@@ -215,10 +220,38 @@ def test_an_append_does_not_fail_because_compaction_did(path: Path, cache: list,
     assert same(contents_at(path), contents_of(cache, ids))
 
 
+@pytest.mark.parametrize("name", ["_sync_folder", "replace"])
+def test_nothing_is_appended_to_a_file_that_was_replaced(name: str, path: Path, cache: list, ids: list[int]) -> None:
+    """Compaction that fails on either side of the renaming: what is appended next is in the file, or is refused."""
+    save(path, cache, ids, 12)
+    with kvcellar.open(path, identity="m", mode="a") as archive:
+        archive.append(prefix(cache, 20), ids[:20])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(local if name == "_sync_folder" else local.os, name, _refuse)
+            with pytest.raises(StorageError):
+                archive.compact()
+        with suppress(KVCellarError):
+            archive.append(cache, ids)
+            assert same(contents_at(path), contents_of(cache, ids)), "appended to a file that has no name any more"
+    with kvcellar.open(path, identity="m", mode="a") as archive:
+        archive.append(cache, ids)
+    assert same(contents_at(path), contents_of(cache, ids))
+    assert os.listdir(path.parent) == ["a.kvc"]
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, "input/output error")
+
+
 def test_a_refused_look_at_the_old_file_does_not_keep_its_lock(path: Path, cache: list, ids: list[int]) -> None:
     save(path, cache, ids, 12)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError):
-        patch.setattr(LocalAppender, "read", lambda *_: (_ for _ in ()).throw(FULL))
-        save(path, cache, ids, TOKENS)
+
+    def read(self: LocalAppender, offset: int, length: int) -> bytes:
+        raise StorageError(errno.EIO, "input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalAppender, "read", read)
+        with pytest.raises(StorageError):
+            save(path, cache, ids, TOKENS)
     LocalStore(path.parent, lock_seconds=0).open_appender("a.kvc").close()
     assert same(contents_at(path), contents_of(cache, ids, 12))

@@ -64,6 +64,9 @@ def decode_blocks(
     position = 0
     for span in spans:
         for block in reader.blocks(span.start, span.stop):
+            if len(block.head.parts) != len(pipeline.groups):
+                parts = f"{len(block.head.parts)} parts for {len(pipeline.groups)} layer groups"
+                raise DamagedArchive(block.part, parts)
             wanted = range(max(span.start, block.head.start), min(span.stop, block.stop))
             for group in groups:
                 try:

@@ -45,7 +45,7 @@ class SideGeometry:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UnsupportedCache(f"dtype {self.dtype} cannot be stored; expected one of {', '.join(DTYPES)}")
-        if not (1 <= self.heads <= 65535 and 1 <= self.width <= 65535):
+        if not all(type(n) is int and 1 <= n <= 65535 for n in (self.heads, self.width)):
             raise UnsupportedCache(f"{self.heads} heads of width {self.width}: each must lie in 1..65535")
 
     @property

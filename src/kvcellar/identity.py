@@ -28,6 +28,16 @@ def frame(tag: str, fields: Iterable[bytes | str]) -> bytes:
     return b"".join(out)
 
 
+def require_text(text: object, limit: int | None, what: str) -> None:
+    """Raise InvalidInput unless `text` is text that UTF-8 can write, of at most `limit` characters."""
+    if not isinstance(text, str) or (limit is not None and len(text) > limit):
+        raise InvalidInput(f"{what} must be text of at most {limit} characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"{what} {text[:80]!r} cannot be written as UTF-8: {error.reason}") from error
+
+
 @dataclass(frozen=True)
 class Identity:
     """Digest (64 hex digits) of whatever a cache depends on; `label` is for people and takes no part in equality."""
@@ -39,16 +49,16 @@ class Identity:
     def __post_init__(self) -> None:
         if self.kind not in (MODEL, NAME):
             raise InvalidInput(f"identity kind {self.kind!r}; expected {MODEL!r} or {NAME!r}")
-        if len(self.digest) != 64 or not set(self.digest) <= _HEX:
+        if not isinstance(self.digest, str) or len(self.digest) != 64 or not set(self.digest) <= _HEX:
             raise InvalidInput(f"identity digest {self.digest[:80]!r}; expected 64 lower-case hex digits")
-        if len(self.label) > MAX_LABEL:
-            raise InvalidInput(f"identity label of {len(self.label)} characters; at most {MAX_LABEL}")
+        require_text(self.label, MAX_LABEL, "identity label")
 
     @classmethod
     def named(cls, name: str) -> Identity:
         """An identity from a name of the caller's choice; any non-empty text, told apart exactly."""
         if not isinstance(name, str) or not name:
             raise InvalidInput(f"identity {name!r}; expected an Identity or a non-empty string")
+        require_text(name, None, "identity")
         digest = hashlib.sha256(frame("kvcellar-identity-name/1", [name])).hexdigest()
         return cls(NAME, digest, name[:MAX_LABEL])
 

@@ -57,6 +57,8 @@ class Pipeline:
     def __init__(self, recipe: Recipe, geometry: Geometry, profile: Profile | None = None):
         if recipe.reduce is not None:
             raise InvalidRecipe(f"recipe {recipe.name!r} reduces tokens, which this kvcellar cannot store yet")
+        if recipe.window is not None:
+            raise InvalidRecipe(f"recipe {recipe.name!r} keeps a fine window, which this kvcellar cannot code yet")
         self.recipe, self.geometry = recipe, geometry
         self.predictor: Predictor | None = build("predict", recipe.predict)
         transform: Transform | None = build("transform", recipe.transform)

@@ -44,7 +44,7 @@ class Profile:
         """64 hex digits."""
         digest = hashlib.sha256(frame("kvcellar-profile/1", [canonical_json(dict(self.metadata))]))
         for name in sorted(self.tensors):
-            tensor = np.ascontiguousarray(self.tensors[name])
+            tensor = np.asarray(self.tensors[name], order="C")
             little = tensor.astype(tensor.dtype.newbyteorder("<"), copy=False)
             shape = ",".join(map(str, tensor.shape))
             digest.update(frame("tensor", [name, tensor.dtype.name, shape, little.tobytes()]))
@@ -57,7 +57,7 @@ class Profile:
 
     def pack(self) -> bytes:
         """A safetensors container."""
-        tensors = {name: np.ascontiguousarray(tensor) for name, tensor in self.tensors.items()}
+        tensors = {name: np.asarray(tensor, order="C") for name, tensor in self.tensors.items()}
         return safetensors.numpy.save(tensors, metadata={_METADATA_KEY: json.dumps(dict(self.metadata))})
 
     @classmethod

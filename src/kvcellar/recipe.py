@@ -13,17 +13,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import InvalidRecipe
+from .errors import InvalidInput, InvalidRecipe
 
 RECIPE_VERSION = 1
 STAGES = ("reduce", "predict", "transform", "quantize", "symbols")
 MAX_BLOCK = 65536
 MAX_JSON = 1 << 20
+MAX_DEPTH = 32
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one byte form of a JSON value: sorted keys, no spaces, UTF-8."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    """The one byte form of a JSON value: sorted keys, no spaces, UTF-8. Raises InvalidInput for what has none."""
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidInput(f"cannot be written as JSON: {error}") from error
 
 
 def strict_json(data: bytes | str) -> Any:
@@ -41,9 +45,17 @@ def strict_json(data: bytes | str) -> Any:
     if len(data) > MAX_JSON:
         raise ValueError(f"{len(data)} bytes of JSON; at most {MAX_JSON}")
     try:
-        return json.loads(data, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+        value = json.loads(data, object_pairs_hook=no_duplicates, parse_constant=no_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+        held = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = [inner for items in held for inner in items]
+    return value
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,10 @@ class Window:
 
     sinks: int = 4
     recent: int = 32
+
+    def __post_init__(self) -> None:
+        if not all(type(n) is int and 0 <= n <= MAX_BLOCK for n in (self.sinks, self.recent)):
+            raise InvalidRecipe(f"recipe window {self.sinks!r} + {self.recent!r}; expected token counts to {MAX_BLOCK}")
 
 
 @dataclass(frozen=True)
@@ -73,11 +89,13 @@ class Recipe:
     version: int = field(default=RECIPE_VERSION)
 
     def __post_init__(self) -> None:
-        if self.version != RECIPE_VERSION:
+        if type(self.version) is not int or self.version != RECIPE_VERSION:
             raise InvalidRecipe(f"recipe version {self.version}; this kvcellar reads version {RECIPE_VERSION}")
         if not isinstance(self.name, str) or not 0 < len(self.name) <= 200:
             raise InvalidRecipe(f"recipe name {self.name!r}; expected 1 to 200 characters")
-        if not isinstance(self.block, int) or isinstance(self.block, bool) or not 1 <= self.block <= MAX_BLOCK:
+        if self.window is not None and not isinstance(self.window, Window):
+            raise InvalidRecipe(f"recipe window {self.window!r}; expected null or sinks and recent token counts")
+        if type(self.block) is not int or not 1 <= self.block <= MAX_BLOCK:
             raise InvalidRecipe(f"recipe block {self.block!r}; expected 1 to {MAX_BLOCK} tokens")
         for stage in STAGES:
             settings = getattr(self, stage)
@@ -85,6 +103,10 @@ class Recipe:
                 continue
             if not isinstance(settings, Mapping) or not isinstance(settings.get("id"), str):
                 raise InvalidRecipe(f"recipe stage {stage} is {settings!r}; expected null or an object with an id")
+        try:
+            canonical_json(self.to_json())
+        except InvalidInput as error:
+            raise InvalidRecipe(f"recipe {self.name[:40]!r} {error}") from error
 
     def to_json(self) -> dict[str, Any]:
         stages = {stage: (dict(s) if (s := getattr(self, stage)) is not None else None) for stage in STAGES}
@@ -103,10 +125,9 @@ class Recipe:
             )
         window = value["window"]
         if window is not None:
-            counts = [window.get(key) if isinstance(window, Mapping) else None for key in ("sinks", "recent")]
-            if not all(isinstance(n, int) and 0 <= n <= MAX_BLOCK for n in counts) or len(window) != 2:
+            if not isinstance(window, Mapping) or set(window) != {"sinks", "recent"}:
                 raise InvalidRecipe(f"recipe window {window!r}; expected null or sinks and recent token counts")
-            window = Window(*counts)  # type: ignore[arg-type]
+            window = Window(window["sinks"], window["recent"])
         return cls(**{**value, "window": window})
 
     @property

@@ -8,6 +8,7 @@ read off the blocks themselves, in file order, since a block replaces whatever s
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +21,10 @@ from .format import (
     COMMIT,
     END_MAGIC,
     END_SIZE,
+    FRAME_SIZE,
     HEADER_SIZE,
     INDEX,
+    TAG_START,
     Record,
     checksum,
     pack_record,
@@ -135,18 +138,23 @@ def _require_torn(reader: Reader, offset: int, size: int) -> None:
             tag, head_length, body_length = read_frame(reader, offset, size)
         except DamagedArchive:
             return
-        end = offset + 32 + head_length + 8 + body_length
+        end = offset + FRAME_SIZE + head_length + 8 + body_length
         if tag == COMMIT and end == size:
             raise DamagedArchive(record_name(COMMIT, offset), "altered after it was written")
         offset = end
 
 
-def read_entries(reader: Reader, commit: Commit, first_block: int) -> np.ndarray:
-    """The live blocks of `commit`, ENTRY (B,), first token first; rebuilt from the blocks if the index is damaged."""
+def read_entries(
+    reader: Reader, commit: Commit, first_block: int, block: int
+) -> tuple[np.ndarray, DamagedArchive | None]:
+    """The live blocks of `commit`, ENTRY (B,), first token first, for sealed blocks of `block` tokens.
+
+    When the index or an earlier commit is damaged, the list is read off the blocks, and the damage comes with it.
+    """
     try:
-        return check_entries(_walk(reader, commit), commit, first_block)
-    except DamagedArchive:
-        return check_entries(scan_blocks(reader, first_block, commit.offset), commit, first_block)
+        return check_entries(_walk(reader, commit), commit, first_block, block), None
+    except DamagedArchive as damage:
+        return check_entries(scan_blocks(reader, first_block, commit.offset), commit, first_block, block), damage
 
 
 def _walk(reader: Reader, commit: Commit) -> np.ndarray:
@@ -199,27 +207,61 @@ def read_index(reader: Reader, offset: int, limit: int) -> np.ndarray:
 def scan_blocks(reader: Reader, first_block: int, end: int) -> np.ndarray:
     """Live blocks read off the records between `first_block` and `end`, in file order. Raises DamagedArchive."""
     live: list[tuple[int, int, int, int, int, int]] = []
-    offset = first_block
-    while offset < end:
-        record = read_record(reader, offset, end)
-        if record.tag == BLOCK:
+    for tag, offset, _ in records(reader, first_block, end):
+        if tag == BLOCK:
+            record = read_record(reader, offset, end, BLOCK)
             head = BlockHead.unpack(record.head, record_name(BLOCK, offset))
             while live and live[-1][2] >= head.start:
                 live.pop()
             live.append((offset, record.length, head.start, head.count, int(head.sealed), record.head_checksum))
-        offset = record.end
     return np.array(live, ENTRY)
 
 
-def check_entries(entries: np.ndarray, commit: Commit, first_block: int) -> np.ndarray:
-    """Raise DamagedArchive unless the blocks cover the commit's tokens without gap and lie before it."""
+def records(reader: Reader, offset: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+    """(tag, offset, end) of each record from `offset` on; a damaged frame is passed over to the next good one."""
+    while offset < end:
+        try:
+            tag, head_length, body_length = read_frame(reader, offset, end)
+        except DamagedArchive:
+            offset = _next_frame(reader, offset + 1, end)
+            continue
+        stop = offset + FRAME_SIZE + head_length + 8 + body_length
+        yield tag, offset, stop
+        offset = stop
+
+
+def _next_frame(reader: Reader, offset: int, end: int) -> int:
+    """Where the next good frame starts, or `end`."""
+    while offset < end:
+        window = reader.read(offset, min(_SEARCH_STEP, end - offset))
+        found = window.find(TAG_START)
+        while found >= 0:
+            try:
+                read_frame(reader, offset + found, end)
+                return offset + found
+            except DamagedArchive:
+                found = window.find(TAG_START, found + 1)
+        offset += max(1, len(window) - len(TAG_START) + 1)
+    return end
+
+
+def check_entries(entries: np.ndarray, commit: Commit, first_block: int, block: int) -> np.ndarray:
+    """Raise DamagedArchive unless the blocks cover the commit's tokens without gap, lie before it, and are sealed
+    exactly where they hold `block` tokens, with a shorter tail behind.
+    """
     part = record_name(COMMIT, commit.offset)
     starts, counts = entries["start"].astype(np.uint64), entries["count"].astype(np.uint64)
     expected = np.concatenate([[np.uint64(0)], np.cumsum(counts, dtype=np.uint64)])
-    if not np.array_equal(starts, expected[:-1]) or int(expected[-1]) != commit.tokens or not counts.all():
+    covered = np.array_equal(starts, expected[:-1]) and int(expected[-1]) == commit.tokens
+    if not covered or not counts.all() or not len(entries):
         raise DamagedArchive(part, f"its blocks do not cover its {commit.tokens} tokens")
     offsets, lengths = entries["offset"], entries["length"]
     inside = (offsets >= first_block) & (offsets < commit.offset) & (lengths <= commit.offset - offsets)
-    if not inside.all() or (entries["sealed"] > 1).any():
+    if not inside.all():
         raise DamagedArchive(part, "a block lies outside the file")
+    sealed = entries["sealed"]
+    full = int(np.count_nonzero(sealed == 1))
+    in_order = (sealed[:full] == 1).all() and (sealed[full:] == 0).all() and (counts[:full] == block).all()
+    if not in_order or int(counts[full:].sum()) >= block:
+        raise DamagedArchive(part, f"its blocks are not sealed ones of {block} tokens and a shorter tail")
     return entries

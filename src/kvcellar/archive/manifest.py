@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DamagedArchive, InvalidInput, InvalidRecipe, KVCellarError
+from ..errors import DamagedArchive, InvalidRecipe, KVCellarError
 from ..geometry import MAX_LAYERS, Geometry, LayerGeometry, SideGeometry
-from ..identity import Identity
+from ..identity import Identity, require_text
 from ..recipe import Recipe, canonical_json, strict_json
 
 MAX_NAMESPACE = 1024
@@ -27,8 +27,7 @@ class Manifest:
     profile_embedded: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.namespace, str) or len(self.namespace) > MAX_NAMESPACE:
-            raise InvalidInput(f"namespace must be text of at most {MAX_NAMESPACE} characters")
+        require_text(self.namespace, MAX_NAMESPACE, "namespace")
 
     def to_json(self) -> dict[str, Any]:
         profile = None if self.profile is None else {"id": self.profile, "embedded": self.profile_embedded}
@@ -75,7 +74,7 @@ def _geometry(runs: list[dict[str, Any]]) -> Geometry:
     layers: list[LayerGeometry] = []
     for run in runs:
         count = run["layers"]
-        if not isinstance(count, int) or not 1 <= count <= MAX_LAYERS - len(layers):
+        if type(count) is not int or not 1 <= count <= MAX_LAYERS - len(layers):
             raise ValueError(f"a run of {count} layers")
         if set(run) != {"layers", "kind", "key", "value"} or run["kind"] != "full":
             raise ValueError(f"layer kind {run.get('kind')!r}")

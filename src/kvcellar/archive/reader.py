@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
-from ..errors import ArchiveNotFound, DamagedArchive
+from ..errors import ArchiveNotFound, DamagedArchive, NewerFormat, NotAnArchive, OlderFormat
 from ..store.base import Reader
 from .block import BlockHead
-from .commit import Commit, last_commit, read_commit, read_entries, read_index
+from .commit import Commit, last_commit, read_commit, read_entries, read_index, records
 from .format import (
     BLOCK,
     COMMIT,
-    FRAME_SIZE,
     HEADER_SIZE,
     INDEX,
     MANIFEST,
@@ -25,7 +24,6 @@ from .format import (
     Record,
     check_header,
     checksum,
-    read_frame,
     read_record,
     record_name,
 )
@@ -56,6 +54,14 @@ class ArchiveReader:
 
     def __init__(self, reader: Reader, namespace: str = ""):
         self.reader = reader
+        try:
+            self._read(namespace)
+        except BaseException:
+            reader.close()
+            raise
+
+    def _read(self, namespace: str) -> None:
+        reader = self.reader
         check_header(reader.read(0, HEADER_SIZE), reader.name)
         size = reader.size()
         record = read_record(reader, HEADER_SIZE, size, MANIFEST)
@@ -71,16 +77,18 @@ class ArchiveReader:
     def refresh(self) -> None:
         """Take the newest commit of the open file as the state."""
         self.commit: Commit = last_commit(self.reader)
-        self.entries = read_entries(self.reader, self.commit, self.first_block)
+        self.entries, self.index_damage = read_entries(
+            self.reader, self.commit, self.first_block, self.manifest.recipe.block
+        )
         self._starts = self.entries["start"].astype(np.int64)
-        self.block = lru_cache(HEADS_KEPT)(self._read_block)
+        self.block = lru_cache(HEADS_KEPT)(self.read_block)
 
     @property
     def tokens(self) -> int:
         return self.commit.tokens
 
-    def _read_block(self, index: int) -> Block:
-        """Head of live block `index`, checked against index, manifest and geometry."""
+    def read_block(self, index: int) -> Block:
+        """Head of live block `index`, read anew and checked against index, manifest and geometry."""
         entry = self.entries[index]
         offset = int(entry["offset"])
         part = f"block {index} (tokens {entry['start']}…, byte {offset})"
@@ -167,33 +175,26 @@ def problems(archive: ArchiveReader) -> Iterator[tuple[float, DamagedArchive | N
     """
     reader, commit = archive.reader, archive.commit
     steps = len(archive.entries) + 2
-    if commit.end != reader.size():
-        rest = reader.size() - commit.end
-        yield 0.0, DamagedArchive(f"end of file at byte {commit.end}", f"{rest} bytes follow the last commit")
-    try:
-        archive.embedded_profile()
-    except DamagedArchive as error:
-        yield 1 / steps, error
-    offset = archive.first_block
-    while offset < commit.offset:
-        try:
-            tag, head_length, body_length = read_frame(reader, offset, commit.offset)
-        except DamagedArchive as error:
-            yield 1 / steps, error
-            break  # where the next record starts is not known any more
-        try:
-            if tag == INDEX:
-                read_index(reader, offset, commit.offset)
-            elif tag == COMMIT:
-                read_commit(reader, offset, commit.offset)
-            else:
-                read_record(reader, offset, commit.offset)
-        except DamagedArchive as error:
-            yield 1 / steps, error
-        offset += FRAME_SIZE + head_length + 8 + body_length
+    found: list[DamagedArchive] = [archive.index_damage] if archive.index_damage else []
+    found += _collect(
+        lambda: check_header(reader.read(0, HEADER_SIZE), reader.name),
+        archive.embedded_profile,
+        lambda: read_commit(reader, commit.offset, commit.end),
+        lambda: _require_end(reader, commit),
+    )
+    offset = HEADER_SIZE
+    for tag, start, end in records(reader, offset, commit.offset):
+        if start != offset:
+            found.append(DamagedArchive(f"record at byte {offset}", "its frame is not readable"))
+        check = {INDEX: read_index, COMMIT: read_commit}.get(tag, read_record)
+        found += _collect(partial(check, reader, start, commit.offset))
+        offset = end
+    if offset != commit.offset:
+        found.append(DamagedArchive(f"record at byte {offset}", "its frame is not readable"))
+    yield from ((1 / steps, problem) for problem in found)
     for index in range(len(archive.entries)):
         try:
-            block = archive.block(index)
+            block = archive.read_block(index)
         except DamagedArchive as error:
             yield (index + 2) / steps, error
             continue
@@ -204,3 +205,24 @@ def problems(archive: ArchiveReader) -> Iterator[tuple[float, DamagedArchive | N
                 yield (index + 2) / steps, error
         yield (index + 2) / steps, None
     yield 1.0, None
+
+
+def _collect(*checks: Callable[[], object]) -> list[DamagedArchive]:
+    """What is wrong, of a list of checks."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except DamagedArchive as problem:
+            found.append(problem)
+        except (NotAnArchive, NewerFormat, OlderFormat) as problem:
+            found.append(DamagedArchive("header", str(problem)))
+    return found
+
+
+def _require_end(reader: Reader, commit: Commit) -> None:
+    """Raise DamagedArchive unless the file ends with `commit`, or with a later one of another writer."""
+    size = reader.size()
+    if commit.end != size and last_commit(reader).end != size:
+        part = f"end of file at byte {commit.end}"
+        raise DamagedArchive(part, f"{size - commit.end} bytes follow the last commit")

@@ -6,6 +6,7 @@ commit before it.
 
 from __future__ import annotations
 
+import errno
 import struct
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -60,6 +61,8 @@ def append_blocks(appender: Appender, archive: ArchiveReader, keep: int, blocks:
 
     When anything fails, the file is cut back to the commit before and the error goes on.
     """
+    if not appender.is_current():
+        raise StorageError(errno.ESTALE, f"{appender.name} was replaced while it was open: open it again to append")
     end = archive.commit.end
     if appender.size() != end:
         appender.truncate(end)  # what an earlier writer left unfinished

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from ..archive.reader import ArchiveReader
 from ..archive.writer import NewBlock, append_blocks, write_archive
 from ..blocks import decode_blocks, encode_blocks
 from ..cache import KVCache, LayerKV, Restored
-from ..errors import ArchiveClosed, InvalidInput, MissingIdentity, TokensMismatch
+from ..errors import ArchiveClosed, InvalidInput, MissingIdentity, StorageError, TokensMismatch
 from ..identity import Identity
 from ..pipeline import Pipeline
 from ..profile import Profile, find_profile
@@ -138,7 +140,10 @@ class Archive:
             keep, blocks = self._extended(kv, ids, matched)
             append_blocks(reader.reader, reader, keep, blocks)
             if reader.reader.size() > 2 * reader.commit.live:
-                self.compact()
+                try:
+                    self.compact()
+                except StorageError as error:  # the append itself is safe; the next one tries again
+                    warnings.warn(f"dead bytes stay for now: {error}", stacklevel=2)
         return self.info()
 
     def _extended(self, kv: KVCache, ids: np.ndarray, stored: int) -> tuple[int, Iterator[NewBlock]]:
@@ -211,7 +216,10 @@ class Archive:
 
     def _layers(self, layers: Iterable[int] | None) -> list[int]:
         count = len(self._open().manifest.geometry)
-        chosen = list(range(count)) if layers is None else sorted({int(layer) for layer in layers})
+        try:
+            chosen = list(range(count)) if layers is None else sorted({operator.index(layer) for layer in layers})
+        except TypeError as error:
+            raise InvalidInput(f"layers {layers!r}; expected layer indexes: {error}") from error
         if any(not 0 <= layer < count for layer in chosen):
             raise InvalidInput(f"layers {chosen} of an archive with layers 0…{count - 1}")
         return chosen

@@ -19,9 +19,10 @@ def token_ids(tokens: Any, row: int = 0, what: str = "tokens") -> np.ndarray:
     """Token ids as int64 (T,) from a list, array or tensor, (T,) or (B, T). Raises InvalidInput."""
     if isinstance(tokens, (str, bytes)):
         raise InvalidInput(f"{what} is text; expected token ids (run the tokenizer first)")
-    if isinstance(tokens, Tensor):
-        tokens = tokens.detach().cpu().numpy()
-    ids = np.asarray(tokens)
+    try:
+        ids = np.asarray(tokens.detach().cpu() if isinstance(tokens, Tensor) else tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInput(f"{what} cannot be read as integers: {error}") from error
     if ids.ndim == 2 and 0 <= row < len(ids):
         ids = ids[row]
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
@@ -43,16 +44,16 @@ def resolve_identity(model: Any, identity: Identity | str | None) -> Identity | 
 def spans_of(positions: int | slice | range | Iterable[int] | None, tokens: int) -> list[range]:
     """Ascending runs of the chosen token indexes. Raises InvalidInput for any outside 0…tokens−1."""
     if positions is None:
-        return [range(tokens)] if tokens else []
-    if isinstance(positions, int):
+        positions = tokens
+    if isinstance(positions, (int, np.integer)) and not isinstance(positions, bool):
         if not 0 <= positions <= tokens:
             raise InvalidInput(f"the first {positions} tokens of an archive of {tokens}")
-        return [range(positions)] if positions else []
+        return [range(int(positions))] if positions else []
     if isinstance(positions, slice):
         positions = range(tokens)[positions]
-    chosen = np.unique(token_ids(list(positions), what="positions")) if not isinstance(positions, Tensor) else None
-    if chosen is None:
-        chosen = np.unique(token_ids(positions, what="positions"))
+    if not isinstance(positions, Iterable):
+        raise InvalidInput(f"positions {positions!r}; expected a number of tokens, a slice, or token indexes")
+    chosen = np.unique(token_ids(positions if isinstance(positions, Tensor) else list(positions), what="positions"))
     if len(chosen) and chosen[-1] >= tokens:
         raise InvalidInput(f"position {chosen[-1]} of an archive of {tokens} tokens")
     runs = np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1) if len(chosen) else []

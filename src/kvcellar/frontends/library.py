@@ -16,12 +16,11 @@ from ..archive.reader import ArchiveReader
 from ..archive.writer import write_archive
 from ..blocks import encode_blocks
 from ..errors import (
-    ArchiveError,
     ArchiveNotFound,
     InvalidInput,
+    KVCellarError,
     MissingIdentity,
     NotAnArchive,
-    StorageError,
     TokensMismatch,
 )
 from ..identity import Identity, require_same
@@ -197,7 +196,7 @@ def find(
                     best = Found(None, 0, f"token 0: stored {stored}, prompt {int(ids[0])} (nothing matches)")
         except (ArchiveNotFound, NotAnArchive):
             continue
-        except (ArchiveError, StorageError) as error:
+        except KVCellarError as error:
             warnings.warn(f"passed over {name}: {error}", stacklevel=2)
     return best
 

@@ -88,7 +88,7 @@ def take_cache(cache: Any, row: int = 0) -> KVCache:
             _require_equal_sides(index, layer.keys, layer.values)
         return cache
     pairs = _layer_pairs(cache)
-    if not pairs or all(keys is None or keys.numel() == 0 for keys, _ in pairs):
+    if not pairs or all(keys is None or (isinstance(keys, Tensor) and keys.numel() == 0) for keys, _ in pairs):
         raise InvalidInput("the cache is empty: it holds no token, so there is nothing to save")
     return KVCache(tuple(_one_row(index, keys, values, row) for index, (keys, values) in enumerate(pairs)))
 
@@ -103,6 +103,8 @@ def _layer_pairs(cache: Any) -> list[tuple[Tensor, Tensor]]:
             raise UnsupportedCache(f"layer {missing[0]} ({type(cache.layers[missing[0]]).__name__}) is empty")
         return pairs
     if hasattr(cache, "key_cache") and hasattr(cache, "value_cache"):
+        if len(cache.key_cache) != len(cache.value_cache):
+            raise InvalidInput(f"{len(cache.key_cache)} layers of keys and {len(cache.value_cache)} of values")
         return list(zip(cache.key_cache, cache.value_cache, strict=True))
     if isinstance(cache, Sequence) and all(isinstance(pair, Sequence) and len(pair) >= 2 for pair in cache):
         return [(pair[0], pair[1]) for pair in cache]
@@ -115,7 +117,8 @@ def _from_layer(index: int, layer: Any) -> tuple[Any, Any]:
     """Keys and values (B, H, T, D) that the model would attend to next."""
     name = type(layer).__name__
     for attribute, reason in _REASONS.items():
-        if getattr(layer, attribute, None) not in (None, False):
+        value = getattr(layer, attribute, None)
+        if value is not None and value is not False:
             raise UnsupportedCache(f"layer {index} ({name}) is {reason}")
     if name == "DummyLayer":
         return None, None
@@ -230,11 +233,15 @@ def _selected_layer() -> Callable[[int], Any]:
             keys, values = super().update(key_states, value_states, *args, **kwargs)
             return keys, values
 
+        def reset(self) -> None:
+            super().reset()
+            self.logical_length = 0
+
         def get_seq_length(self) -> int:
             return self.logical_length
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-            held = self.keys.shape[-2]
+            held = self.keys.shape[-2] if self.is_initialized else 0
             return held + query_length, self.logical_length - held
 
     return SelectedLayer
@@ -301,8 +308,9 @@ def _label(model: Any) -> str:
 
 def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
     """A torch dtype from its name or itself. Raises InvalidInput for one no cache can have."""
-    if name is None or isinstance(name, torch.dtype):
-        return name
-    if name not in DTYPES:
+    if name is None:
+        return None
+    short = str(name).removeprefix("torch.")
+    if short not in DTYPES:
         raise InvalidInput(f"dtype {name!r}; expected one of {', '.join(DTYPES)}")
-    return torch_dtype(name)
+    return torch_dtype(short)

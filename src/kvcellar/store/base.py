@@ -52,6 +52,10 @@ class Appender(Reader):
         """Drop what lies behind `size`."""
 
     @abstractmethod
+    def is_current(self) -> bool:
+        """Whether the name still leads to this object; false once somebody put another in its place."""
+
+    @abstractmethod
     def sync(self) -> None:
         """Return when everything appended so far survives a power cut."""
 

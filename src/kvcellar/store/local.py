@@ -17,9 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import ArchiveLocked, ArchiveNotFound, InvalidInput, StorageError
+from ..identity import require_text
 from .base import Appender, Pending, Reader, Store
 
 LOCK_SECONDS = 10.0
+_PENDING = ".kvcellar-"
 _CHUNK = 1 << 30
 _OPEN_FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -41,9 +43,12 @@ class LocalReader(Reader):
         self._fd = -1
         with _explained(self.name):
             self._fd = os.open(path, flags | _OPEN_FLAGS)
-            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            try:
+                if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                    raise OSError(errno.EINVAL, "not a regular file")
+            except BaseException:
                 self.close()
-                raise StorageError(errno.EINVAL, f"{self.name}: not a regular file")
+                raise
 
     def size(self) -> int:
         with _explained(self.name):
@@ -68,12 +73,6 @@ class LocalReader(Reader):
                     break
                 got += more
         return got
-
-    def same_file(self, path: Path) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.stat(path))
-        except FileNotFoundError:
-            return False
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -120,6 +119,13 @@ class LocalAppender(LocalReader, Appender):
             os.ftruncate(self._fd, size)
             self._end = size
 
+    def is_current(self) -> bool:
+        with _explained(self.name):
+            try:
+                return os.path.samestat(os.fstat(self._fd), os.stat(self.name))
+            except FileNotFoundError:
+                return False
+
     def sync(self) -> None:
         with _explained(self.name):
             os.fsync(self._fd)
@@ -128,7 +134,7 @@ class LocalAppender(LocalReader, Appender):
 class LocalPending(Pending):
     def __init__(self, goal: Path):
         self._goal = goal
-        self._path = goal.with_name(f".{goal.name[:100]}.{os.getpid()}.{secrets.token_hex(6)}.tmp")
+        self._path = goal.with_name(f"{_PENDING}{os.getpid()}-{secrets.token_hex(8)}.tmp")
         self._size = 0
         with _explained(str(goal)):
             self._file = open(self._path, "xb", buffering=0)  # noqa: SIM115 (closed by commit or discard)
@@ -177,6 +183,10 @@ def _sync_folder(folder: Path) -> None:
             os.close(fd)
 
 
+def _is_pending(name: str) -> bool:
+    return name.startswith(_PENDING) and name.endswith(".tmp")
+
+
 class LocalStore(Store):
     """The files of one folder; a name is one path component."""
 
@@ -193,6 +203,7 @@ class LocalStore(Store):
     def _path(self, name: str) -> Path:
         if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
             raise InvalidInput(f"{name!r} is no file name")
+        require_text(name, None, "file name")
         return self.folder / name
 
     def open_reader(self, name: str) -> LocalReader:
@@ -205,7 +216,7 @@ class LocalStore(Store):
             appender = LocalAppender(path)
             try:
                 appender.lock(max(0.0, deadline - time.monotonic()))
-                if appender.same_file(path):
+                if appender.is_current():
                     return appender
             except BaseException:
                 appender.close()
@@ -228,4 +239,6 @@ class LocalStore(Store):
         if not self.folder.is_dir():
             raise ArchiveNotFound(errno.ENOENT, f"no folder {self.folder}")
         with _explained(str(self.folder)):
-            return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_file())
+            return sorted(
+                entry.name for entry in os.scandir(self.folder) if entry.is_file() and not _is_pending(entry.name)
+            )

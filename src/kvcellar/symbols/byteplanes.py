@@ -31,6 +31,7 @@ PART = "block part"
 _RAW, _PLANES, _PLANES_WITH_BASE = 0, 1, 2
 _PLANE_RAW, _PLANE_ZSTD = 0, 1
 _BASE_BITS = 10
+_RLE_BLOCK = 1
 _WORST_SAVING = 32
 _HEADS = {2: struct.Struct("<BBIBI"), 4: struct.Struct("<BBIBIBIBI")}  # mode, then codec and length of each plane
 _local = threading.local()
@@ -149,6 +150,8 @@ class _Jobs:
             for frame, expected in zip(self.frames, self.sizes, strict=True):
                 if (size := zstandard.frame_content_size(frame)) != expected:
                     raise DamagedArchive(PART, f"plane of {size} bytes, expected {expected}")
+                if (length := _frame_length(frame)) != len(frame):
+                    raise DamagedArchive(PART, f"a zstd frame of {length} bytes in {len(frame)}")
             sizes = struct.pack(f"<{len(self.sizes)}Q", *self.sizes)
             found = _local.decompressor.multi_decompress_to_buffer(self.frames, decompressed_sizes=sizes, threads=1)
             contents = [np.frombuffer(segment, np.uint8) for segment in found]
@@ -158,6 +161,17 @@ class _Jobs:
             raise DamagedArchive(PART, "a plane decodes to fewer bytes than its frame says")
         self.kept += contents
         return contents
+
+
+def _frame_length(frame: memoryview) -> int:
+    """Bytes of the zstd frame that `frame` starts with, by its block headers (RFC 8878 §3.1.1.2)."""
+    at = zstandard.frame_header_size(frame)
+    last = False
+    while not last and at + 3 <= len(frame):
+        header = int.from_bytes(frame[at : at + 3], "little")
+        last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
+        at += 3 + (1 if kind == _RLE_BLOCK else size)
+    return at + 4 * zstandard.get_frame_parameters(frame).has_checksum if last else len(frame) + 1
 
 
 def _address(array: np.ndarray) -> int:
