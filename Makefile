@@ -29,8 +29,9 @@ lint: env
 types: env
 	$(BIN)/mypy
 
-bench: model
+bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/python benchmarks/exact.py
+	$(BIN)/python benchmarks/readme.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ from torch import Tensor
 
 import kvcellar
 import peers
-from common import give_memory_back, interleaved, machine, rounded, summary, write_result
+from common import Turns, give_memory_back, interleaved, machine, rounded, summary, write_result
 from exactreport import claims, show
 from fresh import IDENTITY, medians, run_fresh
 from kvcellar.profile import home
@@ -110,7 +112,7 @@ def measured(bench: Bench, repeats: Repeats) -> dict[str, Any]:
     _say("save")
     info = bench.save()
     require_same_bits(bench)
-    save = summary(interleaved({"save": bench.save}, repeats.save)["save"], bench.raw.nbytes)
+    save = interleaved({"save": bench.save}, repeats.save)
     cache = {
         "tokens": info.tokens,
         "layers": info.layers,
@@ -134,13 +136,26 @@ def measured(bench: Bench, repeats: Repeats) -> dict[str, Any]:
     first = medians(run_fresh("first", {"path": bench.path}, repeats.processes))
     return {
         "cache": cache,
-        "save": save,
+        "save": {**summary(save.seconds["save"], bench.raw.nbytes), "noisy_rounds": save.noisy},
         **speed,
         "first_restore": first,
         "sizes": sizes,
         "memory": measured_memory(bench, repeats),
         "range": measured_range(bench),
+        "info": measured_info(bench, repeats),
     }
+
+
+def measured_info(bench: Bench, repeats: Repeats) -> dict[str, Any]:
+    """What `kvcellar info` prints, and how long the whole command takes."""
+    command = [sys.executable, "-m", "kvcellar", "info", bench.path.name]
+    seconds = []
+    for _ in range(repeats.processes):
+        started = time.perf_counter()
+        done = subprocess.run(command, cwd=bench.folder, capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - started)
+    lines = done.stdout.replace(str(bench.path), bench.path.name).rstrip().splitlines()
+    return {"lines": lines, **summary(seconds)}
 
 
 def require_same_bits(bench: Bench) -> None:
@@ -154,9 +169,8 @@ def measured_restore(bench: Bench, ways: list[peers.Blosc2], repeats: Repeats) -
 
     Once as a loop runs, where the allocator may hand out the memory just freed, and once all in fresh memory.
     """
-    heats = interleaved({way.name: way.decode for way in ways}, repeats.choose)
-    heats_summary = {name: summary(spent, bench.raw.nbytes) for name, spent in heats.items()}
-    chosen = sorted(ways, key=lambda way: heats_summary[way.name]["median_s"])[:FINALISTS]
+    heats = _summaries(interleaved({way.name: way.decode for way in ways}, repeats.choose), bench)
+    chosen = sorted(ways, key=lambda way: heats[way.name]["median_s"])[:FINALISTS]
     cases = {
         "exact": bench.restore,
         **{way.name: way.decode for way in chosen},
@@ -165,12 +179,20 @@ def measured_restore(bench: Bench, ways: list[peers.Blosc2], repeats: Repeats) -
         "clone": peers.cloned(bench.pairs),
         "copy into memory already there": peers.copied(bench.pairs),
     }
-    kept, fresh = (
-        {name: summary(spent, bench.raw.nbytes) for name, spent in interleaved(cases, repeats.restore, **how).items()}
-        for how in ({}, {"before": give_memory_back})
-    )
-    fastest = min((way.name for way in chosen), key=lambda name: kept[name]["median_s"])
-    return {"restore": kept, "restore_fresh_memory": fresh, "blosc2_fastest": fastest, "blosc2_all": heats_summary}
+    kept = interleaved(cases, repeats.restore)
+    fresh = interleaved(cases, repeats.restore, before=give_memory_back)
+    restore = _summaries(kept, bench)
+    return {
+        "restore": restore,
+        "restore_fresh_memory": _summaries(fresh, bench),
+        "blosc2_fastest": min((way.name for way in chosen), key=lambda name: restore[name]["median_s"]),
+        "blosc2_all": heats,
+        "noisy_rounds": kept.noisy + fresh.noisy,
+    }
+
+
+def _summaries(turns: Turns, bench: Bench) -> dict[str, Any]:
+    return {name: summary(seconds, bench.raw.nbytes) for name, seconds in turns.seconds.items()}
 
 
 def measured_memory(bench: Bench, repeats: Repeats) -> dict[str, Any]:

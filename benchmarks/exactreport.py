@@ -64,7 +64,8 @@ def show(result: dict[str, Any]) -> None:
     console.print(
         f"{result['prefill']['identity']['model']}; {cache['tokens']:,} tokens, {cache['raw_bytes'] / 1e6:.1f} MB of "
         f"bfloat16\n{where['cpu']}, {where['cores']} cores; torch {where['torch']}, blosc2 {where['blosc2']}; "
-        f"commit {where['commit']}, {where['date']}; load {where['load'][0]:.1f} → {where['load'][1]:.1f}"
+        f"commit {where['commit']}, {where['date']}; load {where['load'][0]:.1f} → {where['load'][1]:.1f}; "
+        f"{result['noisy_rounds']} noisy rounds of restore"
     )
     for table in (_speed(result), _sizes(result), _other(result), _claims(result)):
         console.print(table)

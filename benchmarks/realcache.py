@@ -58,8 +58,8 @@ def measured_prefill(folder: Path, ids: Tensor, repeats: int) -> tuple[Pairs, di
     pairs: Pairs = []
     for dtype in ("bfloat16", "float32"):
         model = load(folder, getattr(torch, dtype))
-        spent = interleaved({"prefill": lambda model=model: prefill(model, ids)}, repeats)["prefill"]
-        figures[dtype] = summary(spent)
+        turns = interleaved({"prefill": lambda model=model: prefill(model, ids)}, repeats)
+        figures[dtype] = {**summary(turns.seconds["prefill"]), "noisy_rounds": turns.noisy}
         if dtype == "bfloat16":
             figures["identity"] = _measured_identity(model)
             pairs = [(_own(layer.keys), _own(layer.values)) for layer in prefill(model, ids).layers]

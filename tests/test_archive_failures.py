@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,9 +15,9 @@ import torch
 
 import kvcellar
 import kvcellar.store.local as local
-from archives import SMALL, contents, contents_at, contents_of, prefix, same, spans
-from kvcellar.archive.format import INDEX
-from kvcellar.errors import ArchiveLocked, KVCellarError, StorageError
+from archives import SMALL, bits, contents, contents_at, contents_of, prefix, same, spans
+from kvcellar.archive.format import BLOCK, INDEX
+from kvcellar.errors import ArchiveLocked, DamagedArchive, KVCellarError, StorageError
 from kvcellar.store.local import LocalAppender, LocalPending, LocalStore
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -209,15 +210,38 @@ def test_an_append_does_not_fail_because_compaction_did(path: Path, cache: list,
     """After an error the archive is as before, so an append that is committed must not end in one."""
     save(path, cache, ids, 1)
     with kvcellar.open(path, identity="m", mode="a") as archive, failing_after(0, LocalPending):
-        for tokens in range(2, 30):
-            archive.append(prefix(cache, tokens), ids[:tokens])
-            assert same(contents(archive), contents_of(cache, ids, tokens))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for tokens in range(2, 30):
+                archive.append(prefix(cache, tokens), ids[:tokens])
+                assert same(contents(archive), contents_of(cache, ids, tokens))
+        assert any("no space left" in str(warning.message) for warning in told)
         assert archive.info().commits == 29, "nothing could be compacted"
     with kvcellar.open(path, identity="m", mode="a") as archive:
         archive.append(cache, ids)
         assert archive.info().commits == 1, "made up for as soon as it is possible"
     assert os.listdir(path.parent) == ["a.kvc"]
     assert same(contents_at(path), contents_of(cache, ids))
+
+
+def test_an_append_does_not_fail_because_an_old_block_is_damaged(path: Path, cache: list, ids: list[int]) -> None:
+    """Compaction reads that block, the append did not: the new tokens are committed and must not end in an error."""
+    save(path, cache, ids, 9)
+    (first, _) = [span for span in spans(path.read_bytes()) if span.tag == BLOCK]
+    with open(path, "r+b") as file:
+        file.seek(first.stop - 1)
+        file.write(bytes([path.read_bytes()[first.stop - 1] ^ 1]))
+    with kvcellar.open(path, identity="m", mode="a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that dead bytes have to stay
+        for tokens in range(10, 40):
+            archive.append(prefix(cache, tokens), ids[:tokens])
+        assert [bits(side).tolist() for side in archive.read(0, 8, 39)] == [
+            bits(side[0, :, 8:39]).tolist() for side in cache[0]
+        ]
+        assert archive.info().commits == 31, "nothing could be compacted"
+        with pytest.raises(DamagedArchive, match="block 0"):
+            archive.compact()
+    assert os.listdir(path.parent) == ["a.kvc"]
 
 
 @pytest.mark.parametrize("name", ["_sync_folder", "replace"])
@@ -237,6 +261,22 @@ def test_nothing_is_appended_to_a_file_that_was_replaced(name: str, path: Path, 
         archive.append(cache, ids)
     assert same(contents_at(path), contents_of(cache, ids))
     assert os.listdir(path.parent) == ["a.kvc"]
+
+
+def test_a_file_that_was_replaced_is_not_replaced_by_its_past(path: Path, cache: list, ids: list[int]) -> None:
+    """Compaction failed behind the renaming, somebody else appended: compacting once more must not undo that."""
+    save(path, cache, ids, 12)
+    with kvcellar.open(path, identity="m", mode="a") as archive:
+        archive.append(prefix(cache, 20), ids[:20])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(local, "_sync_folder", _refuse)
+            with pytest.raises(StorageError):
+                archive.compact()
+        with kvcellar.open(path, identity="m", mode="a") as other:
+            other.append(cache, ids)
+        with suppress(KVCellarError):
+            archive.compact()
+    assert same(contents_at(path), contents_of(cache, ids))
 
 
 def _refuse(*_: object, **__: object) -> None:

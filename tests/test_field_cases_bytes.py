@@ -15,6 +15,7 @@ from transformers import DynamicCache, StaticCache
 
 import kvcellar
 from kvcellar.errors import IdentityMismatch, InvalidInput, InvalidRecipe, UnsupportedCache
+from kvcellar.frontends.transformers import identity_of_model
 from models import bits, llama, mistral, new_llama, pairs, prefill, prompt, same_bits
 
 IDS = prompt(40)
@@ -93,6 +94,13 @@ def test_field_g18_the_resolved_dtype_is_part_of_the_model(tmp_path: Path) -> No
     kvcellar.open(tmp_path / "a.kvc", model=model).close()
     with pytest.raises(IdentityMismatch, match=r"bfloat16 .*, float16 "):
         kvcellar.open(tmp_path / "a.kvc", model=new_llama(dtype=torch.float16))
+
+
+def test_field_g18_equal_words_of_another_dtype_are_another_model() -> None:
+    model, other = new_llama(dtype=torch.bfloat16), new_llama(dtype=torch.float16)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        theirs.data = mine.data.view(torch.float16)
+    assert identity_of_model(model) != identity_of_model(other)
 
 
 def test_field_g23_a_failed_entry_fails_and_the_others_stay(tmp_path: Path) -> None:

@@ -71,6 +71,15 @@ def test_identity_covers_what_shapes_the_cache(change: str) -> None:
     assert identity_of_model(other) != identity_of_model(llama())
 
 
+def test_identity_covers_names_and_shapes_of_equal_bytes() -> None:
+    models = [new_llama() for _ in range(4)]
+    for model, name, shape in zip(models, ("a", "b", "a", "a"), ((2, 3), (2, 3), (3, 2), (2, 3)), strict=True):
+        model.model.register_buffer(name, torch.arange(6.0).reshape(shape))
+    keys = [identity_of_model(model) for model in models]
+    assert keys[0] == keys[3]
+    assert len(set(keys)) == 3
+
+
 def test_identity_leaves_out_what_shapes_no_number() -> None:
     other = new_llama(attention="eager", use_cache=False, bos_token_id=5, name_or_path="elsewhere")
     assert identity_of_model(other) == identity_of_model(llama())

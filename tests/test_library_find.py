@@ -44,14 +44,14 @@ def test_field_g15_longest_prefix_and_where_it_ends(store: Store, tmp_path: Path
 
 def test_field_g48_the_longest_valid_prefix_is_chosen(store: Store, tmp_path: Path, make_ids: Callable) -> None:
     ids = make_ids(60)
-    for tokens in (10, 25, 40):
-        store(f"n{tokens}", ids[:tokens])
+    for name, tokens in (("a", 25), ("b", 40), ("c", 10)):  # the longest is neither the first name nor the last
+        store(name, ids[:tokens])
     store("diverging", [*ids[:5], *(token + 1 for token in ids[5:])])
     found = _find(tmp_path, ids[:45])
-    assert (Path(found.path).name, found.matched) == ("n40.kvc", 40)
+    assert (Path(found.path).name, found.matched) == ("b.kvc", 40)
     assert found.reason == "token 40: the archive ends here"
-    (tmp_path / "n40.kvc").unlink()
-    assert Path(_find(tmp_path, ids[:45]).path).name == "n25.kvc"
+    (tmp_path / "b.kvc").unlink()
+    assert Path(_find(tmp_path, ids[:45]).path).name == "a.kvc"
     assert _find(tmp_path, ids[:45]).matched == 25
     for other in ("other", "M"):
         assert _find(tmp_path, ids[:45], identity=other).path is None

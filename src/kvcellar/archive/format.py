@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ..errors import DamagedArchive, NewerFormat, NotAnArchive, OlderFormat
+from ..errors import DamagedArchive, NewerFormat, NotAnArchive, OlderFormat, UnsupportedCache
 from ..store.base import Reader
 
 MAGIC = b"\x89KVC\r\n\x1a\n"
@@ -84,6 +84,10 @@ class Record:
 
 def pack_record(tag: bytes, offset: int, head: bytes, body_length: int) -> bytes:
     """Frame and head of a record that starts at `offset`; the body follows."""
+    if len(head) > MAX_HEAD:
+        raise UnsupportedCache(
+            f"a {RECORD_NAMES[tag]} head of {len(head)} bytes; at most {MAX_HEAD}: save in smaller steps"
+        )
     frame = _FRAME.pack(tag, 0, len(head), body_length)
     return frame + _U64.pack(checksum(frame + _U64.pack(offset))) + head + _U64.pack(checksum(head))
 

@@ -27,7 +27,7 @@ INDEX_EVERY = 64
 
 @dataclass(frozen=True)
 class NewBlock:
-    """A block to write: its head, whose part table describes `parts`."""
+    """A block to write: its head, whose part table describes `parts`; the writer empties the list."""
 
     head: BlockHead
     parts: list[bytes] | list[memoryview]
@@ -111,7 +111,9 @@ def _append_block(append: Callable[[bytes | memoryview], None], offset: int, blo
     """Write one block at `offset`; returns its index entry."""
     head = block.head.pack()
     record = pack_record(BLOCK, offset, head, block.head.body_length)
-    for piece in (record, *block.parts):
-        append(piece)
+    append(record)
+    for part in block.parts:
+        append(part)
+    block.parts.clear()  # or they would live on while the next block is made
     length = len(record) + block.head.body_length
     return (offset, length, block.head.start, block.head.count, int(block.head.sealed), checksum(head))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from ..archive.reader import ArchiveReader
 from ..archive.writer import NewBlock, append_blocks, write_archive
 from ..blocks import decode_blocks, encode_blocks
 from ..cache import KVCache, LayerKV, Restored
-from ..errors import ArchiveClosed, InvalidInput, MissingIdentity, StorageError, TokensMismatch
+from ..errors import ArchiveClosed, DamagedArchive, InvalidInput, MissingIdentity, StorageError, TokensMismatch
 from ..identity import Identity
 from ..pipeline import Pipeline
 from ..profile import Profile, find_profile
@@ -142,7 +143,7 @@ class Archive:
             if reader.reader.size() > 2 * reader.commit.live:
                 try:
                     self.compact()
-                except StorageError as error:  # the append itself is safe; the next one tries again
+                except (DamagedArchive, StorageError) as error:  # the append itself is safe; the next one tries again
                     warnings.warn(f"dead bytes stay for now: {error}", stacklevel=2)
         return self.info()
 
@@ -167,6 +168,8 @@ class Archive:
         reader = self._open()
         if not isinstance(reader.reader, Appender):
             raise InvalidInput("the archive is open for reading; open it with mode='a' to compact")
+        if not reader.reader.is_current():
+            raise StorageError(errno.ESTALE, f"{self.path} was replaced while it was open: open it again to compact")
         pending = self._store.create(self._name)
         try:
             write_archive(pending, reader.manifest, self._compacted(), reader.embedded_profile())
