@@ -116,7 +116,7 @@ def _other(result: dict[str, Any]) -> Table:
     table.add_row("model= instead of identity=, first", f"{who['first_s'] * 1e3:.0f} ms", again)
     first = result["first_restore"]
     beside = f"transformers {first['import_transformers_s'] * 1e3:,.0f} ms"
-    table.add_row("import kvcellar", f"{first['import_kvcellar_s'] * 1e3:,.0f} ms", beside)
+    table.add_row("first use of save or open: imports", f"{first['import_kvcellar_s'] * 1e3:,.0f} ms", beside)
     return table
 
 
