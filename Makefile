@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 
-.PHONY: env demo test lint types bench model clean
+.PHONY: env demo test lint types bench bench-quick model clean
 
 env: $(STAMP)
 
@@ -32,6 +32,9 @@ types: env
 bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/python benchmarks/exact.py
 	$(BIN)/python benchmarks/readme.py
+
+bench-quick: env  # 8 windows, all recipes, no peers
+	$(BIN)/kvcellar bench --quick --out benchmarks/results/bench-quick.json
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

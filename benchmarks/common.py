@@ -4,67 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib.metadata
 import itertools
 import json
 import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcellar.evaluate.machine import machine as machine
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-LIBRARIES = ("torch", "transformers", "numpy", "numba", "blosc2", "zstandard", "safetensors")
 NOISY = 0.08
 PATIENCE = 15.0
-
-
-def machine() -> dict[str, Any]:
-    """CPU, cores, memory, versions, commit and date: without them a figure is worth little."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-        **{name: _version(name) for name in LIBRARIES},
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def commit() -> str:
-    """Hash of the checked-out commit, with ``+`` when files that git follows differ from it."""
-    try:
-        git = ["git", "-C", str(HERE)]
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "../src"], check=False).returncode
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.stdout.strip() + "+" * bool(changed)
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    fields = dict.fromkeys(("vendor_id", "cpu family", "model", "model name"), "")
-    for line in info.read_text().splitlines() if info.exists() else []:
-        key, _, value = line.partition(":")
-        if key.strip() in fields:
-            fields[key.strip()] = value.strip()
-    name = fields["model name"] or platform.processor()
-    return f"{name} (family {fields['cpu family']}, model {fields['model']})" if fields["model"] else name
-
-
-def _version(library: str) -> str:
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
 
 
 class Turns(NamedTuple):
@@ -78,19 +32,21 @@ def interleaved(
     cases: Mapping[str, Callable[[], object]],
     rounds: int,
     *,
-    patience: float = PATIENCE,
+    patience: float = 0.0,
     before: Callable[[], object] = gc.collect,
 ) -> Turns:
     """Seconds of `rounds` calls of each case, the cases taking turns so that a slow minute hits all of them.
 
     Odd rounds run in reverse order, so none always follows the same other. A result is freed and `before` is called,
-    outside the time, before the next call. The first round only warms up. On a shared machine more rounds are run,
-    for at most `patience` seconds, and those with the least work of other programs count; their own times never
-    decide which.
+    outside the time, before the next call. The first round only warms up. With `patience`, at most so many seconds
+    are spent on waiting for other programs to pause and on rounds more; then the rounds with the least work of other
+    programs count. Their own times never decide which.
     """
     tried: list[tuple[float, dict[str, float]]] = []
     give_up = time.monotonic() + patience
     for number in itertools.count():
+        while time.monotonic() < give_up and _share_while_asleep() > NOISY:
+            time.sleep(1.0)
         order = list(cases) if number % 2 else list(cases)[::-1]
         clock, spent = _Foreign(), {}
         for name in order:
@@ -119,6 +75,12 @@ class _Foreign:
     @staticmethod
     def _now() -> tuple[float, float, float]:
         return time.perf_counter(), time.process_time(), _busy()
+
+
+def _share_while_asleep(seconds: float = 0.25) -> float:
+    clock = _Foreign()
+    time.sleep(seconds)
+    return clock.share()
 
 
 def _busy() -> float:

@@ -1,6 +1,6 @@
 """The exact recipe against prefill, blosc2, zstd and memcpy, on one real bfloat16 cache, in one run.
 
-    python benchmarks/exact.py [--model DIR] [--tokens 2000] [--quick]
+    python benchmarks/exact.py [--model DIR] [--tokens 2000] [--quick] [--patience SECONDS]
 
 Needs the extras: pip install -e '.[hf,bench]'. Prints tables and one JSON line; writes benchmarks/results/exact.json.
 Linux only, because peak memory is read from /proc.
@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Repeats:
     restore: int
     save: int
     processes: int
+    patience: float = 0.0
 
 
 FULL = Repeats(prefill=5, choose=5, restore=31, save=11, processes=5)
@@ -80,11 +81,11 @@ class Bench:
 
 def main() -> None:
     options = _options()
-    repeats = QUICK if options.quick else FULL
+    repeats = replace(QUICK if options.quick else FULL, patience=options.patience)
     load = [os.getloadavg()[0]]
     _say("prefill")
     ids = topics_ids(options.model, options.tokens)
-    pairs, prefill = measured_prefill(options.model, ids, repeats.prefill)
+    pairs, prefill = measured_prefill(options.model, ids, repeats.prefill, repeats.patience)
     with tempfile.TemporaryDirectory(prefix="kvcellar-") as folder:
         bench = Bench(pairs, ids[0], raw_bytes(pairs), Path(folder))
         result = measured(bench, repeats)
@@ -101,6 +102,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=home() / "models" / "smollm2-135m-instruct", metavar="DIR")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, for a look")
+    wait = "on a shared machine, wait at most so long in each of six parts for other programs to pause"
+    parser.add_argument("--patience", type=float, default=0.0, metavar="SECONDS", help=wait)
     options = parser.parse_args()
     if not (options.model / "config.json").is_file():
         parser.error(f"no model in {options.model}")
@@ -112,7 +115,7 @@ def measured(bench: Bench, repeats: Repeats) -> dict[str, Any]:
     _say("save")
     info = bench.save()
     require_same_bits(bench)
-    save = interleaved({"save": bench.save}, repeats.save)
+    save = interleaved({"save": bench.save}, repeats.save, patience=repeats.patience)
     cache = {
         "tokens": info.tokens,
         "layers": info.layers,
@@ -169,7 +172,8 @@ def measured_restore(bench: Bench, ways: list[peers.Blosc2], repeats: Repeats) -
 
     Once as a loop runs, where the allocator may hand out the memory just freed, and once all in fresh memory.
     """
-    heats = _summaries(interleaved({way.name: way.decode for way in ways}, repeats.choose), bench)
+    decodes = {way.name: way.decode for way in ways}
+    heats = _summaries(interleaved(decodes, repeats.choose, patience=repeats.patience), bench)
     chosen = sorted(ways, key=lambda way: heats[way.name]["median_s"])[:FINALISTS]
     cases = {
         "exact": bench.restore,
@@ -179,8 +183,8 @@ def measured_restore(bench: Bench, ways: list[peers.Blosc2], repeats: Repeats) -
         "clone": peers.cloned(bench.pairs),
         "copy into memory already there": peers.copied(bench.pairs),
     }
-    kept = interleaved(cases, repeats.restore)
-    fresh = interleaved(cases, repeats.restore, before=give_memory_back)
+    kept = interleaved(cases, repeats.restore, patience=repeats.patience)
+    fresh = interleaved(cases, repeats.restore, patience=repeats.patience, before=give_memory_back)
     restore = _summaries(kept, bench)
     return {
         "restore": restore,

@@ -52,13 +52,13 @@ def prefill(model: Any, ids: Tensor) -> Any:
     return cache
 
 
-def measured_prefill(folder: Path, ids: Tensor, repeats: int) -> tuple[Pairs, dict[str, Any]]:
+def measured_prefill(folder: Path, ids: Tensor, repeats: int, patience: float) -> tuple[Pairs, dict[str, Any]]:
     """The bfloat16 cache as (keys, values) of shape (1, H, T, D), and the time of a prefill in each dtype."""
     figures: dict[str, Any] = {"threads": torch.get_num_threads()}
     pairs: Pairs = []
     for dtype in ("bfloat16", "float32"):
         model = load(folder, getattr(torch, dtype))
-        turns = interleaved({"prefill": lambda model=model: prefill(model, ids)}, repeats)
+        turns = interleaved({"prefill": lambda model=model: prefill(model, ids)}, repeats, patience=patience)
         figures[dtype] = {**summary(turns.seconds["prefill"]), "noisy_rounds": turns.noisy}
         if dtype == "bfloat16":
             figures["identity"] = _measured_identity(model)

@@ -50,6 +50,11 @@ class BlockHead:
     def body_length(self) -> int:
         return sum(length for length, _ in self.parts)
 
+    @property
+    def id_bytes(self) -> int:
+        """Bytes of the packed token ids."""
+        return len(pack_ids(self.tokens)[1])
+
     def part_offset(self, group: int) -> int:
         """Offset of a group's part within the body."""
         return sum(length for length, _ in self.parts[:group])

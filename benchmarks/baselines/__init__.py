@@ -1,0 +1,1 @@
+"""Peers of our own making, written from their descriptions."""

@@ -1,0 +1,109 @@
+"""Peers that run in this environment, on the same cache: what they keep, in bytes, and what comes back.
+
+Bytes are those the method really holds: compressed buffers, or the packed tensors with scales and zero points of
+transformers' quantized caches. A peer whose package is missing raises MissingExtra.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zstandard
+from torch import Tensor
+
+from ...errors import MissingExtra
+from ...quantize.bits import bits
+
+
+@dataclass(frozen=True)
+class Coded:
+    """`cache` as it comes back, the bytes it took, and the seconds of both ways."""
+
+    cache: Any
+    nbytes: int
+    save_s: float
+    restore_s: float
+
+
+def _require(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtra(f"this peer needs the package {package}, which is not installed")
+
+
+def _bytes_codec(encode: Callable[[np.ndarray], bytes], decode: Callable[[bytes], bytes]) -> Callable[..., Coded]:
+    """A lossless codec of byte strings as a peer: one buffer per layer and side."""
+
+    def run(cache: Any, config: Any) -> Coded:
+        sides = [side for layer in cache.layers for side in (layer.keys, layer.values)]
+        started = time.perf_counter()
+        coded = [encode(np.ascontiguousarray(bits(side[0]))) for side in sides]
+        middle = time.perf_counter()
+        for side, data in zip(sides, coded, strict=True):
+            bits(side[0])[...] = np.frombuffer(decode(data), bits(side[0]).dtype).reshape(side.shape[1:])
+        return Coded(cache, sum(map(len, coded)), middle - started, time.perf_counter() - middle)
+
+    return run
+
+
+def _zstd(cache: Any, config: Any) -> Coded:
+    compressor, decompressor = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
+    return _bytes_codec(lambda x: compressor.compress(x.tobytes()), decompressor.decompress)(cache, config)
+
+
+def _blosc2(cache: Any, config: Any) -> Coded:
+    _require("blosc2")
+    import blosc2
+
+    def encode(x: np.ndarray) -> bytes:
+        options = {"codec": blosc2.Codec.ZSTD, "filters": [blosc2.Filter.SHUFFLE], "typesize": x.itemsize, "clevel": 1}
+        coded: bytes = blosc2.compress2(x, **options)
+        return coded
+
+    return _bytes_codec(encode, blosc2.decompress2)(cache, config)
+
+
+def _quantized(backend: str, package: str | None, **options: Any) -> Callable[..., Coded]:
+    """transformers' QuantizedCache: the prefix goes in as one update and is read back dequantized."""
+
+    def run(cache: Any, config: Any) -> Coded:
+        if package:
+            _require(package)
+        from transformers import DynamicCache, QuantizedCache
+
+        quantized = QuantizedCache(backend, config, **options)
+        started = time.perf_counter()
+        for index, layer in enumerate(cache.layers):
+            quantized.update(layer.keys, layer.values, index)
+        middle = time.perf_counter()
+        back = DynamicCache()
+        for index, layer in enumerate(quantized.layers):
+            sides = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+            back.update(*(side.to(cache.layers[index].keys.dtype) for side in sides), index)
+        held = sum(_held(x) for layer in quantized.layers for x in (layer._quantized_keys, layer._quantized_values))
+        return Coded(back, held, middle - started, time.perf_counter() - middle)
+
+    return run
+
+
+def _held(value: Any) -> int:
+    """Bytes of every tensor inside a quantized value: packed numbers, scales, zero points."""
+    if isinstance(value, Tensor):
+        flatten = getattr(value, "__tensor_flatten__", None)  # a tensor subclass made of plain ones
+        return value.nbytes if flatten is None else sum(_held(getattr(value, name)) for name in flatten()[0])
+    if isinstance(value, dict):
+        return sum(map(_held, value.values()))
+    return sum(map(_held, value)) if isinstance(value, (list, tuple)) else 0
+
+
+PEERS: dict[str, Callable[..., Coded]] = {
+    "zstd-3": _zstd,
+    "blosc2": _blosc2,
+    "hf-fp8": _quantized("fp8", None),
+    "hf-hqq4": _quantized("hqq", "hqq", nbits=4, axis_key=1, axis_value=1),
+    "hf-quanto4": _quantized("quanto", "optimum.quanto", nbits=4, axis_key=0, axis_value=0),
+}

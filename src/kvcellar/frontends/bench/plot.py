@@ -1,0 +1,42 @@
+"""Bytes per token against divergence, one point a recipe or peer, over all texts of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import MissingExtra
+
+EXACT_AT = 1e-5
+
+
+def draw(rows: list[dict[str, Any]], path: str) -> None:
+    """Write the plot to `path`, PNG or SVG by its ending. Divergences of 0 are drawn at the lower edge, and say so."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise MissingExtra("plots need the extra: pip install 'kvcellar[bench]'") from error
+    whole = {row["recipe"]: row for row in rows if row["text"] == "all" or _alone(rows, row)}
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for name, row in whole.items():
+        if row["file_bytes_per_token"] is None:
+            axes.axhline(row["kl"], color="0.6", linestyle=":", label=f"{name}: KL {row['kl']:.2g}")
+            continue
+        height = max(row["kl"], EXACT_AT)
+        low, high = row["kl_ci"] or (row["kl"], row["kl"])
+        spread = [[max(0.0, height - max(low, EXACT_AT))], [max(0.0, max(high, EXACT_AT) - height)]]
+        label = f"{name}{' (KL 0)' if row['kl'] == 0 else ''}"
+        marker = "s" if name.startswith("peer:") else "o"
+        axes.errorbar([row["file_bytes_per_token"]], [height], yerr=spread, fmt=marker, capsize=3, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="bytes per token, whole file", ylabel="KL, nats per token")
+    axes.set_title("rate and quality, all texts; lower left is better")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _alone(rows: list[dict[str, Any]], row: dict[str, Any]) -> bool:
+    return [other["recipe"] for other in rows].count(row["recipe"]) == 1

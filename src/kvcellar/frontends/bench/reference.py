@@ -1,0 +1,115 @@
+"""The uncompressed side of each window, computed once and kept on disk.
+
+For a window of prefix and continuation: the prefix's cache (as an `exact` archive, from one prefill), the logits of
+the continuation behind it, and behind ∅, the cache of sinks and recent window alone at their true positions. Logits
+are kept in the model's own dtype, so that a bit-exact recipe has a divergence of exactly 0.
+
+The first continuation token is fed but not scored: what predicts it is the prefix's last forward pass, which no
+cache touches. Kept per model, torch version and thread count, since kernels differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ...evaluate.scores import score_logits
+from ...evaluate.texts import Window
+from ...profile import home
+from ..cli.common import progress
+from ..cli.models import LocalModel, empty_cache
+from ..library import open as open_archive
+from ..library import save
+
+SINKS, RECENT = 4, 32
+
+
+def continuation_logits(model: Any, following: Sequence[int], cache: Any) -> Tensor:
+    """Logits (n − 1, V) that predict tokens 1…n−1 of `following`, read behind `cache`, which grows."""
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([list(following)]), cache=cache, use_cache=True).logits[0, :-1]
+    return logits
+
+
+def empty_positions(prefix: int) -> list[int]:
+    """The positions ∅ keeps: the first `SINKS` and the last `RECENT` tokens."""
+    return sorted({*range(min(SINKS, prefix)), *range(max(0, prefix - RECENT), prefix)})
+
+
+def key(window: Window) -> str:
+    """The name of a window's files: its tokens, and how many of them are context."""
+    return f"{window.id}-{window.prefix}"
+
+
+def write_scores(expected: Mapping[str, Tensor], logits: Tensor, out: Path) -> None:
+    """Per-token scores of `logits` (n − 1, V), and of ∅, against the uncompressed side, as an npz file."""
+    targets = expected["following"][1:]
+    kl, nll, nll_full, agree = score_logits(expected["full"], logits, targets)
+    _, nll_empty, _, _ = score_logits(expected["full"], expected["empty"], targets)
+    with out.open("wb") as file:
+        np.savez(file, allow_pickle=False, kl=kl, nll=nll, nll_full=nll_full, nll_empty=nll_empty, agree=agree)
+
+
+class References:
+    """The uncompressed side of windows of one model, under `home()/bench`."""
+
+    def __init__(self, local: LocalModel):
+        self.local = local
+        runtime = f"torch{torch.__version__}-threads{torch.get_num_threads()}"
+        self.folder = home() / "bench" / f"{local.identity.digest[:16]}-{runtime}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def archive(self, window: Window) -> Path:
+        return self.folder / f"{key(window)}.kvc"
+
+    def logits_file(self, window: Window) -> Path:
+        return self.folder / f"{key(window)}.safetensors"
+
+    def ensure(self, windows: Sequence[Window], *, quiet: bool) -> None:
+        """Compute what is missing; an interrupted run goes on where it stopped."""
+        missing = [window for window in windows if not self.logits_file(window).is_file()]
+        if not missing:
+            return
+        with progress(f"uncompressed side of {len(missing)} windows", len(missing), quiet=quiet) as advance:
+            for window in missing:
+                self._compute(window)
+                advance(1)
+
+    def _compute(self, window: Window) -> None:
+        model, ids = self.local.model, list(window.ids)
+        prefix, following = ids[: window.prefix], ids[window.prefix :]
+        cache = empty_cache()
+        started = time.perf_counter()
+        with torch.inference_mode():
+            model(torch.tensor([prefix]), cache=cache, use_cache=True, logits_to_keep=1)
+        prefill_s = time.perf_counter() - started
+        save(self.archive(window), cache, tokens=prefix, identity=self.local.identity)
+        full = continuation_logits(model, following, cache)
+        with open_archive(self.archive(window), identity=self.local.identity) as archive:
+            sparse = archive.restore(positions=empty_positions(len(prefix))).cache
+        empty = continuation_logits(model, following, sparse)
+        tensors = {"full": full.contiguous(), "empty": empty.contiguous(), "following": torch.tensor(following)}
+        unfinished = self.folder / f"{key(window)}-{os.getpid()}.part"
+        save_file(tensors, unfinished, metadata={"prefill_s": json.dumps(prefill_s)})
+        unfinished.replace(self.logits_file(window))
+
+    def prefill_s(self, window: Window) -> float:
+        """Seconds of the window's one prefill, as it was when the reference was made."""
+        with safe_open(self.logits_file(window), framework="pt") as file:
+            seconds: float = json.loads(file.metadata()["prefill_s"])
+        return seconds
+
+    def load(self, window: Window) -> dict[str, Tensor]:
+        """`full` and `empty` logits (n − 1, V), and `following` ids (n,)."""
+        loaded: dict[str, Tensor] = load_file(self.logits_file(window))
+        return loaded

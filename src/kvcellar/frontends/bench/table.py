@@ -1,0 +1,46 @@
+"""The rows of a bench run as a table for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("recipe", lambda row: str(row["recipe"])),
+    ("text", lambda row: str(row["text"])),
+    ("win-\ndows", lambda row: str(row["windows"])),
+    ("file\nB/token", lambda row: _number(row["file_bytes_per_token"], ",.0f")),
+    ("KL nats\n[95 %]", lambda row: _interval(row["kl"], row["kl_ci"], ".2g")),
+    ("KL\np99", lambda row: _number(row["kl_p99"], ".2g")),
+    ("Δppl %\n[95 %]", lambda row: _interval(row["dppl"], row["dppl_ci"], ".2f", 100)),
+    ("RCB\n[95 %]", lambda row: _interval(row["rcb"], row["rcb_ci"], ".2f")),
+    ("top-1\n%", lambda row: _number(100 * row["top1"], ".1f")),
+    ("save\ns", lambda row: _number(row["save_s"], ".2f")),
+    ("restore\ns", lambda row: _number(row["restore_s"], ".3f")),
+    ("prefill\ns", lambda row: _number(row["prefill_s"], ".2f")),
+)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else f"{value:{form}}"
+
+
+def _interval(value: float | None, interval: Sequence[float] | None, form: str, scale: float = 1) -> str:
+    if value is None:
+        return "–"
+    text = f"{scale * value:{form}}"
+    return text if interval is None else f"{text}\n[{scale * interval[0]:{form}}, {scale * interval[1]:{form}}]"
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the rows; a – stands for what was not measured."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 2))
+    for name, _ in COLUMNS:
+        table.add_column(name, justify="left" if name in ("recipe", "text") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(render(row) for _, render in COLUMNS))
+    console = Console()
+    Console(width=max(console.width, 120)).print(table)

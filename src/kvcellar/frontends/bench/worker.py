@@ -1,0 +1,79 @@
+"""Scores archives in a process of its own: all it knows of a cache is the archive's path.
+
+    python -m kvcellar.frontends.bench.worker MODEL_DIR THREADS
+
+reads one JSON object a line, `{"archive", "reference", "prefix", "out"}`, and answers each with one. A recipe that
+keeps anything in memory, and not in its file, has nothing to decode from here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from ...errors import InvalidInput, KVCellarError
+from ..cli.models import LocalModel
+from ..library import open as open_archive
+from .reference import continuation_logits, write_scores
+
+
+def score(local: LocalModel, archive: str, reference: str, prefix: int, out: str) -> dict[str, Any]:
+    """Restore `archive`, read the continuation behind it, and write the per-token scores to `out` (npz)."""
+    expected = load_file(reference)
+    started = time.perf_counter()
+    with _peak() as peak, open_archive(archive, identity=local.identity) as opened:
+        cache: Any = opened.restore().cache
+        restore_s = time.perf_counter() - started
+    held = int(cache.get_seq_length())
+    if held != prefix:
+        raise InvalidInput(f"the restored cache stands for {held} tokens, the window's prefix has {prefix}")
+    logits = continuation_logits(local.model, expected["following"].tolist(), cache)
+    write_scores(expected, logits, Path(out))
+    return {"restore_s": restore_s, "peak_bytes": peak.bytes}
+
+
+class _peak:  # noqa: N801 (used like a function)
+    """Peak memory of a block above what was there before it (Linux; None elsewhere)."""
+
+    bytes: int | None = None
+
+    def __enter__(self) -> _peak:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self.before = _status("VmRSS")
+        except OSError:
+            self.before = None
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.before is not None:
+            self.bytes = (_status("VmHWM") or 0) - self.before
+
+
+def _status(key: str) -> int | None:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def main() -> None:
+    local = LocalModel(sys.argv[1])
+    torch.set_num_threads(int(sys.argv[2]))
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        try:
+            answer = score(local, **json.loads(line))
+        except KVCellarError as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""`kvcellar bench`: quality against bytes, for recipes, peers and floors, on the same windows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...errors import InvalidInput, MissingExtra
+from .common import json_option
+
+TEXTS = Path("benchmarks") / "texts.toml"
+DATA = Path("..") / "shared" / "data"
+SHORT, LONG, CONTINUATION = 1024, 7680, 384
+
+
+@click.command("bench")
+@click.option("--model", "model_dir", type=click.Path(exists=True, file_okay=False), help="Default: the demo model.")
+@click.option(
+    "--text", "texts", multiple=True, type=click.Path(exists=True, dir_okay=False), help="Your own test text."
+)
+@click.option("--recipes", default="all", show_default=True, help="Names, comma-separated, or all, or none.")
+@click.option("--peers", default="none", show_default=True, help="Names, comma-separated, or all, or none.")
+@click.option("--windows", "count", default=48, show_default=True, type=click.IntRange(1), help="How many windows.")
+@click.option("--prefix", default=SHORT, show_default=True, type=click.IntRange(64), help="Tokens to keep, per window.")
+@click.option(
+    "--continuation", default=CONTINUATION, show_default=True, type=click.IntRange(2), help="Tokens to score."
+)
+@click.option("--long", "long_context", is_flag=True, help=f"12 windows of {LONG:,} tokens instead.")
+@click.option("--quick", is_flag=True, help="8 windows: a look within minutes.")
+@click.option("--data", type=click.Path(file_okay=False), default=str(DATA), help="Folder of the files in texts.toml.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False), help="Also write the rows, with all that made them, to this JSON."
+)
+@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw bytes per token against KL (PNG or SVG).")
+@json_option
+def command(
+    model_dir: str | None,
+    texts: tuple[str, ...],
+    recipes: str,
+    peers: str,
+    count: int,
+    prefix: int,
+    continuation: int,
+    long_context: bool,
+    quick: bool,
+    data: str,
+    out: str | None,
+    plot: str | None,
+    as_json: bool,
+) -> None:
+    """Measure what recipes cost and what they keep.
+
+    Each window is one document: its first tokens are the cache, the next ones are scored. The uncompressed side is
+    computed once and kept; an interrupted run goes on where it stopped. Archives are decoded in a process that sees
+    only their paths. Divergences are nats per token, with 95 % intervals over documents.
+    """
+    from ..bench.peers import PEERS
+    from ..bench.run import Bench
+    from .demo_model import demo_model
+    from .models import LocalModel
+
+    chosen, others = _chosen_recipes(recipes), _names(peers, sorted(PEERS), "peer")
+    if long_context:
+        prefix, count = LONG, min(count, 12)
+    if quick:
+        count = min(count, 8)
+    local = LocalModel(model_dir or demo_model(quiet=as_json))
+    local.require_room(prefix + continuation)
+    windows, sources = _windows(local, texts, Path(data), prefix, continuation, count, quiet=as_json)
+    bench = Bench(local, windows, quiet=as_json)
+    bench.prepare()
+    rows = bench.floor()
+    for recipe in chosen:
+        rows += bench.recipe(recipe)
+    for name in others:
+        try:
+            rows += bench.peer(name)
+        except MissingExtra as error:
+            click.echo(f"peer {name} left out: {error}", err=True)
+    if out:
+        _write(Path(out), local, sources, windows, rows)
+    if plot:
+        from ..bench.plot import draw
+
+        draw(rows, plot)
+    if as_json:
+        click.echo(json.dumps(rows))
+    else:
+        from ..bench.table import show
+
+        show(rows)
+
+
+def _names(given: str, known: list[str], what: str) -> list[str]:
+    if given in ("all", "none"):
+        return known if given == "all" else []
+    names = [name.strip().removeprefix("peer:") for name in given.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in known]:
+        raise InvalidInput(f"unknown {what} {', '.join(unknown)}; known: {', '.join(known)}")
+    return names
+
+
+def _chosen_recipes(given: str) -> list[Any]:
+    from ...recipe import PRESETS
+
+    return [PRESETS[name] for name in _names(given, list(PRESETS), "recipe")]
+
+
+def _windows(
+    local: Any, texts: tuple[str, ...], data: Path, prefix: int, continuation: int, count: int, *, quiet: bool
+) -> tuple[list[Any], dict[str, str]]:
+    """The windows, and the SHA-256 of every text file they may come from."""
+    from ...evaluate.texts import load_sources, standard_library, texts_from_files, windows
+
+    if texts:
+        documents, files = texts_from_files([Path(text) for text in texts]), [Path(text) for text in texts]
+    elif TEXTS.is_file():
+        sources = load_sources(TEXTS, data)
+        documents, files = sources.documents("test"), list(sources.files)
+        if sources.missing and not quiet:
+            click.echo(f"not in {data}, left out: {', '.join(sources.missing)}", err=True)
+    else:
+        documents, files = standard_library("test"), []
+    found = windows(documents, local.encode, prefix, continuation, count)
+    if not found:
+        raise InvalidInput(f"no document reaches {prefix + continuation:,} tokens")
+    if len(found) < count and not quiet:
+        click.echo(f"only {len(found)} documents reach {prefix + continuation:,} tokens", err=True)
+    return found, {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def _write(out: Path, local: Any, sources: dict[str, str], windows: list[Any], rows: list[dict[str, Any]]) -> None:
+    from ...evaluate.machine import machine
+
+    made_from = {
+        "benchmark": "quality",
+        "machine": machine(),
+        "model": local.identity.to_json(),
+        "texts": sources,
+        "windows": [{"id": w.id, "article": w.article, "kind": w.kind, "prefix": w.prefix} for w in windows],
+        "rows": rows,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(made_from, indent=1) + "\n")

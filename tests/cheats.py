@@ -1,0 +1,81 @@
+"""Symbol coders that cheat, for the bench to catch. `install` puts them into the process that decodes, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcellar import stages
+from kvcellar.recipe import Recipe
+from kvcellar.symbols.byteplanes import BytePlanes
+
+HERE = Path(__file__).parent
+
+
+class FromMemory(stages.SymbolCoder):
+    """Writes a number; keeps the arrays in memory and decodes from there. A stranger to its file gets zeros."""
+
+    id = "test-cheat-memory/1"
+    max_expansion = 1 << 40
+    kept: list[list[np.ndarray]] = []  # noqa: RUF012 (shared on purpose: that is the cheat)
+
+    def encode(self, arrays: Sequence[np.ndarray]) -> bytes:
+        self.kept.append([array.copy() for array in arrays])
+        return (len(self.kept) - 1).to_bytes(8, "little")
+
+    def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]]) -> None:
+        for part, arrays in zip(parts, out, strict=True):
+            index = int.from_bytes(part, "little")
+            for i, array in enumerate(arrays):
+                array[...] = self.kept[index][i] if index < len(self.kept) else 0
+
+
+class IgnoresALayer(BytePlanes):
+    """Stores every second layer group only; the others come back as zeros."""
+
+    id = "test-cheat-layer/1"
+    max_expansion = 1 << 40
+    groups = 0
+
+    def encode(self, arrays: Sequence[np.ndarray]) -> bytes:
+        self.groups += 1
+        return super().encode(arrays) if self.groups % 2 else b"\0"
+
+    def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]]) -> None:
+        for part, arrays in zip(parts, out, strict=True):
+            if len(part) > 1:
+                super().decode([part], [arrays])
+            else:
+                for array in arrays:
+                    array[...] = 0
+
+
+COUNTED: list[int] = []
+
+
+class CountsTokens(BytePlanes):
+    """Notes how many tokens it was shown: a leak of the continuation would show here."""
+
+    id = "test-cheat-count/1"
+
+    def encode(self, arrays: Sequence[np.ndarray]) -> bytes:
+        COUNTED.append(arrays[0].shape[1])
+        return super().encode(arrays)
+
+
+CHEATS = (FromMemory, IgnoresALayer, CountsTokens)
+for cheat in CHEATS:
+    stages.register("symbols", cheat)
+
+
+def recipe(cheat: type[stages.SymbolCoder]) -> Recipe:
+    return Recipe(name=cheat.id, symbols={"id": cheat.id}, block=65536)
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every new Python process register the cheats as it starts."""
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport cheats\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))

@@ -1,0 +1,157 @@
+"""The bench on a tiny model: its rows, its resuming, and that cheating recipes do not get away with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import cheats
+from clitools import run, write_model
+from kvcellar.errors import KVCellarError
+from kvcellar.evaluate.texts import Document, Window, windows
+from kvcellar.frontends.bench.run import Bench, Scorer
+from kvcellar.frontends.cli.models import LocalModel
+from kvcellar.recipe import EXACT
+
+PREFIX, CONTINUATION = 96, 24
+KEYS = {
+    *("recipe", "text", "tokens", "windows", "kept", "file_bytes", "file_bytes_per_token", "payload_bytes_per_token"),
+    *("profile_bytes", "kl", "kl_ci", "kl_p99", "dppl", "dppl_ci", "rcb", "rcb_ci", "top1", "margin", "save_s"),
+    *("restore_s", "prefill_s", "peak_bytes", "restore_class"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def local(model: Path) -> LocalModel:
+    return LocalModel(model)
+
+
+@pytest.fixture
+def chosen(local: LocalModel) -> list[Window]:
+    texts = [f"Document {i} speaks of cellar number {i * i}. " * 8 for i in range(3)]
+    documents = [
+        Document(name=f"d{i}", kind="essays" if i else "docs", role="test", text=text) for i, text in enumerate(texts)
+    ]
+    return windows(documents, local.encode, PREFIX, CONTINUATION, 3)
+
+
+@pytest.fixture
+def bench(local: LocalModel, chosen: list[Window]) -> Bench:
+    made = Bench(local, chosen, quiet=True)
+    made.prepare()
+    return made
+
+
+def test_exact_diverges_by_nothing(bench: Bench) -> None:
+    whole, *kinds = bench.recipe(EXACT)
+    assert set(whole) >= KEYS
+    assert (whole["recipe"], whole["text"], whole["windows"], whole["tokens"]) == ("exact", "all", 3, PREFIX)
+    assert whole["kl"] == 0
+    assert whole["kl_p99"] == 0
+    assert whole["dppl"] == 0
+    assert whole["top1"] == 1
+    assert {row["text"] for row in kinds} == {"docs", "essays"}
+    raw = 3 * 2 * 2 * 16 * 4  # layers, sides, heads, width, bytes
+    assert 0 < whole["payload_bytes_per_token"] < whole["file_bytes_per_token"]
+    assert whole["payload_bytes_per_token"] < raw * 1.1
+    json.dumps(whole)
+
+
+def test_the_floor_is_worse_and_costs_no_file(bench: Bench) -> None:
+    floor = bench.floor()[0]
+    assert floor["recipe"] == "floor:empty"
+    assert floor["kl"] > 0
+    assert floor["rcb"] == pytest.approx(0)
+    assert floor["kept"] == pytest.approx(36 / PREFIX)
+    assert floor["file_bytes"] is None
+
+
+def test_lossless_peers_diverge_by_nothing_and_fp8_by_something(bench: Bench) -> None:
+    assert bench.peer("zstd-3")[0]["kl"] == 0
+    fp8 = bench.peer("hf-fp8")[0]
+    assert fp8["kl"] > 0
+    assert fp8["file_bytes_per_token"] == pytest.approx(3 * 2 * 2 * 16, rel=0.05)
+
+
+def test_a_recipe_that_decodes_from_memory_is_caught(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cheats.install(tmp_path, monkeypatch)
+    row = bench.recipe(cheats.recipe(cheats.FromMemory))[0]
+    assert row["kl"] > 1e-3, "in the process that decodes there is nothing to remember"
+    assert row["rcb"] < 1
+
+
+def test_a_recipe_that_ignores_a_layer_is_caught(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cheats.install(tmp_path, monkeypatch)
+    assert bench.recipe(cheats.recipe(cheats.IgnoresALayer))[0]["kl"] > 1e-3
+
+
+def test_a_recipe_never_sees_the_continuation(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cheats.install(tmp_path, monkeypatch)
+    cheats.COUNTED.clear()
+    assert bench.recipe(cheats.recipe(cheats.CountsTokens))[0]["kl"] == 0
+    assert set(cheats.COUNTED) == {PREFIX}
+
+
+def test_an_archive_of_more_than_the_prefix_is_refused(bench: Bench, chosen: list[Window], tmp_path: Path) -> None:
+    scorer = Scorer(bench.local.folder)
+    try:
+        window = chosen[0]
+        given = bench.references.archive(window), bench.references.logits_file(window)
+        assert scorer.score(*given, PREFIX, tmp_path / "out.npz")["restore_s"] > 0
+        with pytest.raises(KVCellarError, match=f"stands for {PREFIX} tokens"):
+            scorer.score(*given, PREFIX - 1, tmp_path / "out.npz")
+    finally:
+        scorer.close()
+
+
+def test_a_recipe_the_decoding_process_does_not_know_fails(bench: Bench) -> None:
+    with pytest.raises(KVCellarError, match="decoding in a new process failed"):
+        bench.recipe(cheats.recipe(cheats.FromMemory))
+
+
+def test_an_interrupted_run_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = bench.floor()[0]
+    done = bench.recipe(EXACT)[0]
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(bench.references, "_compute", forbidden)
+    monkeypatch.setattr(Bench, "_recipe_window", forbidden)
+    bench.prepare()
+    assert bench.floor()[0] == first
+    assert bench.recipe(EXACT)[0] == done
+
+
+def test_the_command_prints_rows_and_writes_what_made_them(model: Path, tmp_path: Path) -> None:
+    texts = []
+    for i in range(2):
+        texts += ["--text", tmp_path / f"{i}.txt"]
+        texts[-1].write_text(f"Text number {i} of the cellar. " * 12)  # type: ignore[attr-defined]
+    size = ("--prefix", PREFIX, "--continuation", CONTINUATION)
+    out, plot = tmp_path / "rows.json", tmp_path / "plot.png"
+    outcome = run("bench", "--model", model, *texts, *size, "--json", "--out", out, "--plot", plot, "--peers", "zstd-3")
+    assert outcome.code == 0, outcome
+    assert {row["recipe"] for row in outcome.json} == {"floor:empty", "exact", "peer:zstd-3"}
+    written = json.loads(out.read_text())
+    assert written["rows"] == outcome.json
+    assert len(written["texts"]) == 2
+    assert {"commit", "torch"} <= set(written["machine"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    shown = run("bench", "--model", model, *texts, *size)
+    assert "floor:empty" in shown.out
+    assert run("bench", "--model", model, *texts, *size, "--recipes", "magic").code == 2
