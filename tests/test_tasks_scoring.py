@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,15 +65,19 @@ def rigged(local: LocalModel, sentence: str, by: float) -> LocalModel:
     assert len(set(ids)) == len(ids)
     follower = dict(pairwise(ids))
 
-    def model(given: Tensor, **settings: Any) -> Any:
-        logits = torch.zeros_like(local.model(given, **settings).logits)
-        for position, token in enumerate(given[0].tolist()):
-            if token in follower:
-                logits[0, position, follower[token]] = by
-        return SimpleNamespace(logits=logits)
+    @dataclass
+    class SteeredModel:
+        config: Any
+
+        def __call__(self, given: Tensor, **settings: Any) -> Any:
+            logits = torch.zeros_like(local.model(given, **settings).logits)
+            for position, token in enumerate(given[0].tolist()):
+                if token in follower:
+                    logits[0, position, follower[token]] = by
+            return SimpleNamespace(logits=logits)
 
     steered = copy.copy(local)
-    steered.model = model
+    steered.model = SteeredModel(local.model.config)
     return steered
 
 
@@ -139,7 +144,7 @@ def test_the_margin_depends_on_what_the_cache_holds(local: LocalModel, cache: An
 
 
 def test_generated_tasks_are_scored(local: LocalModel) -> None:
-    [made] = generate("key_value", [], local.encode, budget=300, tasks=1)
+    [made] = generate("key_value", [], local.encode, budget=300, count=1)
     filled = empty_cache()
     local.prefill(local.encode(made.context), filled, quiet=True)
     found = scored(local, filled, made)

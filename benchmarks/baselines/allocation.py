@@ -3,9 +3,9 @@
 minimise Σᵢ D(i, bᵢ) subject to Σᵢ bᵢ ≤ B, 0 ≤ bᵢ ≤ 8. D(i, b) is the mean squared error that a uniform quantizer of 2^b
 cells leaves on coefficient i, measured on calibration tokens at the best of a few steps; D(i, 0) is the second moment.
 The program is exact: f₀(B) = 0, fᵢ(B) = min_b fᵢ₋₁(B − b) + D(i, b), and the choices are read backwards.
-Source: KVTC (arXiv 2511.01815) chooses from {none, 2, 4, 8 bit} for groups of neighbouring components by such a program;
-we decide for every single coefficient and every width of 0…8, which can only lower the same objective. Its scales and
-shifts are part of what it transmits; ours are calibrated once and cost nothing.
+Source: KVTC (arXiv 2511.01815) chooses a type, none included, for groups of neighbouring components by such a program;
+we decide for every single coefficient and every width of 0…8, which leaves the program more freedom. Where it shares a
+scale and a shift in a group, ours are calibrated once for each coefficient and cost nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PIECE = 512
 
 
 def levels(coefficients: Tensor, steps: Tensor, bits: Tensor) -> Tensor:
-    """Cell numbers 0…2^b − 1 of coefficients (N, P) for steps (P,) and bits (P,) ≥ 1: ⌊c/Δ⌋ + 2^(b−1), clamped; float."""
+    """Cells 0…2^b − 1 of coefficients (N, P) for steps (P,) and bits (P,) ≥ 1: ⌊c/Δ⌋ + 2^(b−1), clamped; float."""
     cells = torch.exp2(bits.float())
     return torch.minimum(((coefficients / steps).floor() + cells / 2).clamp(min=0), cells - 1)
 
@@ -67,9 +67,9 @@ def allocate(error: np.ndarray, budgets: Iterable[int]) -> dict[int, np.ndarray]
         new = best + error[i, 0]
         for b in range(1, min(widths - 1, most) + 1):
             tried = best[:-b] + error[i, b]
-            better = np.flatnonzero(tried < new[b:])
-            new[b:][better] = tried[better]
-            choice[i, b:][better] = b
+            better = tried < new[b:]
+            np.copyto(new[b:], tried, where=better)
+            np.putmask(choice[i, b:], better, b)
         best = new
     return {budget: _choices(choice, budget) for budget in budgets}
 

@@ -37,7 +37,7 @@ _SAMPLE = 4096  # calibration tokens on which distortions are measured
 
 @dataclass(frozen=True)
 class State:
-    """What calibration leaves: means (P,), bases (P, R) of keys and values, and per budget bits and steps (Rk + Rv,)."""
+    """Means (P,) and bases (P, R) of keys and of values, and per budget bits and steps (Rk + Rv,)."""
 
     key_mean: Tensor
     key_basis: Tensor
@@ -48,7 +48,8 @@ class State:
     plans: dict[int, tuple[Tensor, Tensor]]
 
     def save(self, path: Path) -> None:
-        named = {f"plan.{b}.{n}": x for b, plan in self.plans.items() for n, x in zip(("bits", "steps"), plan, strict=True)}
+        named = {f"plan.{b}.bits": plan[0] for b, plan in self.plans.items()}
+        named |= {f"plan.{b}.steps": plan[1] for b, plan in self.plans.items()}
         named |= {n: getattr(self, n) for n in _TENSORS} | {"shape": torch.tensor(self.shape)}
         safetensors.torch.save_file({n: x.contiguous() for n, x in named.items()}, path)
 

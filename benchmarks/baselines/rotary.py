@@ -52,7 +52,7 @@ def layers(keys: Tensor, values: Tensor, inv_freq: Tensor, shape: tuple[int, int
 
 def _rows(per_layer: list[Tensor]) -> Tensor:
     x = torch.stack(per_layer)  # (L, H, T, D)
-    return x.permute(2, 0, 1, 3).reshape(x.shape[2], -1).contiguous()
+    return x.permute(2, 0, 1, 3).flatten(1).contiguous()
 
 
 def _heads(rows: Tensor, shape: tuple[int, int, int]) -> Tensor:

@@ -39,7 +39,7 @@ def detokenised(text: str) -> str:
 
 
 def windows(path: Path, tokenizer: Any, count: int, length: int, stride: int) -> Tensor:
-    """`count` windows [i·stride, i·stride + length) of the detokenised file's token ids, int64 (count, length), no BOS."""
+    """Windows [i·stride, i·stride + length), i < count, of the file's detokenised ids, int64 (count, length)."""
     ids = tokenizer(detokenised(path.read_text(encoding="utf-8")), add_special_tokens=False)["input_ids"]
     if len(ids) < (count - 1) * stride + length:
         raise SystemExit(f"{path.name} has {len(ids)} tokens, expected {(count - 1) * stride + length}")

@@ -19,7 +19,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import InvalidInput
@@ -50,6 +50,7 @@ WORDS = _listed(
     "turtle valley violin wagon whale wheat window winter wolf zebra"
 )
 """Answers and distractors: nouns, none within another, one token each for most vocabularies, so that none share any."""
+_RELATIONS = ("secret word", "lucky charm", "first prize", "hidden treasure", "code name", "festival gift")
 _SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou")
 
 
@@ -96,11 +97,11 @@ def generate(
     encode: Encode,
     *,
     budget: int,
-    tasks: int,
+    count: int,
     seed: int = 0,
     depths: Sequence[float] = DEPTHS,
 ) -> list[Task]:
-    """`tasks` tasks of one of `KINDS`, with contexts of at most `budget` tokens, going round the `depths`.
+    """`count` tasks of one of `KINDS`, with contexts of at most `budget` tokens, going round the `depths`.
 
     Raises InvalidInput for an unknown kind, a depth outside [0, 1], a budget too small for the facts, and documents
     too short to fill it (the two kinds of rows alone need none).
@@ -110,7 +111,7 @@ def generate(
     if not depths or not all(0 <= depth <= 1 for depth in depths):
         raise InvalidInput(f"depths {tuple(depths)}; expected at least one, each from 0 to 1")
     hay, made = Haystack(documents, encode, budget), []
-    for index in range(tasks):
+    for index in range(count):
         depth = depths[index % len(depths)]
         body = KINDS[kind](hay, random.Random(f"kvcellar-task/1 {kind} {seed} {index}"), depth)
         made.append(Task(kind, *body, depth=depth, id=f"{kind}-{budget}-{seed}-{index}"))
@@ -129,10 +130,10 @@ def needle_multi(hay: Haystack, rng: random.Random, depth: float) -> Body:
 
 def _needles(hay: Haystack, rng: random.Random, depth: float, *, facts: int) -> Body:
     cities, words = rng.sample(_CITIES, facts), rng.sample(WORDS, max(facts, DISTRACTORS + 1))
-    stems = [f"The secret word of {city} is" for city in cities]
+    stems = [f"The {a} of {city} is" for a, city in zip(rng.sample(_RELATIONS, facts), cities, strict=True)]
     places = [depth, *(rng.uniform(0.05, 0.9) for _ in stems[1:])]
     lines = [f"{stem} {word}." for stem, word in zip(stems, words, strict=False)]
-    context = _woven(hay, rng, list(zip(places, lines, strict=True)), reserved=[*cities, *words, "secret word"])
+    context = _woven(hay, rng, list(zip(places, lines, strict=True)), reserved=[*cities, *words])
     return Body(context, f"\n{stems[0]}", words[0], tuple(words[1:facts] if facts > 1 else words[1:]))
 
 
@@ -142,16 +143,9 @@ def key_value(hay: Haystack, rng: random.Random, depth: float) -> Body:
     Keys and the answer stand there once, other words as often as chance has it.
     """
     answer, *others = rng.sample(WORDS, len(WORDS))
-    keys = set[str]()
-
-    def new_key() -> str:
-        while (key := "".join(rng.choices(_SYLLABLES, k=3))) in keys or answer in key:
-            pass
-        keys.add(key)
-        return key
-
-    key = new_key()
-    rows = (f"{new_key()}: {rng.choice(others)}" for _ in count())
+    keys = _keys(rng, answer)
+    key = next(keys)
+    rows = (f"{other}: {rng.choice(others)}" for other in keys)
     context = _arranged(hay, "Keys and their values:", rows, [(depth, f"{key}: {answer}")], "\n")
     used = sorted({row.partition(": ")[2] for row in context.splitlines()[1:]} - {answer})
     return Body(context, f"\n{key}:", answer, tuple(rng.sample(used, min(DISTRACTORS, len(used)))))
@@ -176,22 +170,13 @@ def variables(hay: Haystack, rng: random.Random, depth: float) -> Body:
 
 
 def repeated(hay: Haystack, rng: random.Random, depth: float) -> Body:
-    """A list whose rows all say the same but one, which is asked; a distractor is what all others say."""
+    """A list whose rows all say the same but one, which is asked; the first distractor is what all others say."""
     usual, answer, *others = rng.sample(WORDS, DISTRACTORS + 1)
-    title, rows = "What each box holds:", list[str]()
-    total = hay.count(title)
-    while total <= hay.budget:
-        rows.append(f"Box {101 + len(rows)} holds {usual}.")
-        total += hay.count(f"\n{rows[-1]}")
-    while len(rows) > 1:
-        rows.pop()
-        sizes = [hay.count(f"\n{row}") for row in rows]
-        place = min(_nearest(sizes, depth * (sum(sizes) - sizes[0])), len(rows) - 1)
-        stem = f"Box {101 + place} holds"
-        context = "\n".join([title, *rows[:place], f"{stem} {answer}.", *rows[place + 1 :]])
-        if len(rows) > 1 and hay.count(context) <= hay.budget:
-            return Body(context, f"\n{stem}", answer, (usual, *others))
-    raise InvalidInput(f"a budget of {hay.budget:,} tokens holds no list with a row that deviates")
+    keys = _keys(rng, answer)
+    stem = f"Box {next(keys)} holds"
+    rows = (f"Box {key} holds {usual}." for key in keys)
+    context = _arranged(hay, "What each box holds:", rows, [(depth, f"{stem} {answer}.")], "\n")
+    return Body(context, f"\n{stem}", answer, (usual, *others))
 
 
 KINDS: dict[str, Callable[[Haystack, random.Random, float], Body]] = {
@@ -201,6 +186,16 @@ KINDS: dict[str, Callable[[Haystack, random.Random, float], Body]] = {
     "variables": variables,
     "repeated": repeated,
 }
+
+
+def _keys(rng: random.Random, answer: str) -> Iterator[str]:
+    """Words of three open syllables that mean nothing, no two the same; the answer is in none of them."""
+    seen = {""}
+    while len(seen) <= len(_SYLLABLES) ** 3 // 2:
+        key = "".join(rng.choices(_SYLLABLES, k=3))
+        if key not in seen and answer not in key:
+            seen.add(key)
+            yield key
 
 
 def _woven(hay: Haystack, rng: random.Random, facts: Sequence[tuple[float, str]], reserved: Sequence[str]) -> str:

@@ -125,7 +125,7 @@ def _windows(
             click.echo(f"not in {data}, left out: {', '.join(sources.missing)}", err=True)
     else:
         documents, files = standard_library("test"), []
-    found = windows(documents, local.encode, prefix, continuation, count)
+    found = windows(documents, lambda text: local.encode(text, continues=True), prefix, continuation, count)
     if not found:
         raise InvalidInput(f"no document reaches {prefix + continuation:,} tokens")
     if len(found) < count and not quiet:
