@@ -10,17 +10,15 @@ import pytest
 import cheats
 from clitools import run, write_model
 from kvcellar.errors import KVCellarError
+from kvcellar.evaluate.tasks import generate
 from kvcellar.evaluate.texts import Document, Window, windows
-from kvcellar.frontends.bench.run import Bench, Scorer
+from kvcellar.frontends.bench.margins import TaskBench
+from kvcellar.frontends.bench.run import ROW, Bench, Scorer
 from kvcellar.frontends.cli.models import LocalModel
 from kvcellar.recipe import EXACT
 
 PREFIX, CONTINUATION = 96, 24
-KEYS = {
-    *("recipe", "text", "tokens", "windows", "kept", "file_bytes", "file_bytes_per_token", "payload_bytes_per_token"),
-    *("profile_bytes", "kl", "kl_ci", "kl_p99", "dppl", "dppl_ci", "rcb", "rcb_ci", "top1", "margin", "save_s"),
-    *("restore_s", "prefill_s", "peak_bytes", "restore_class"),
-}
+KEYS = set(ROW)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +50,13 @@ def bench(local: LocalModel, chosen: list[Window]) -> Bench:
     made = Bench(local, chosen, quiet=True)
     made.prepare()
     return made
+
+
+def test_the_keys_of_a_row_are_fixed() -> None:
+    """Other programs read them: the list is written out here, not taken from the code."""
+    fixed = """recipe text tokens windows kept file_bytes file_bytes_per_token payload_bytes_per_token profile_bytes
+    kl kl_ci kl_p99 dppl dppl_ci rcb rcb_ci top1 margin save_s restore_s prefill_s peak_bytes restore_class"""
+    assert list(ROW) == fixed.split()
 
 
 def test_exact_diverges_by_nothing(bench: Bench) -> None:
@@ -135,6 +140,37 @@ def test_an_interrupted_run_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatc
     bench.prepare()
     assert bench.floor()[0] == first
     assert bench.recipe(EXACT)[0] == done
+
+
+@pytest.fixture
+def tasks(local: LocalModel) -> TaskBench:
+    filler = ["The cellar is cool and dark, and the wine in it keeps for years. " * 40]
+    made = generate("key_value", filler, lambda text: local.encode(text, continues=True), budget=400, count=3)
+    bench = TaskBench(local, made, quiet=True)
+    bench.prepare()
+    return bench
+
+
+def _margins(tasks: TaskBench, side: str) -> list[float]:
+    return [reference[side]["margin"] for reference in tasks._references()]
+
+
+def test_exact_keeps_every_margin_and_the_floor_none(tasks: TaskBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcellar.frontends.bench.tasks.COUNTS_FROM", 0.0)  # a random model knows little
+    row = tasks.recipe(EXACT)[0]
+    assert row["text"] == "task:key_value"
+    assert set(row) >= KEYS
+    assert _margins(tasks, "full") != _margins(tasks, "empty")
+    assert row["margin_tasks"] > 0
+    assert row["margin"] == pytest.approx(1, abs=1e-9)
+    assert tasks.floor()[0]["margin"] == pytest.approx(0, abs=1e-9)
+    assert tasks.peer("zstd-3")[0]["margin"] == pytest.approx(1, abs=1e-9)
+
+
+def test_a_task_is_not_answered_from_memory(tasks: TaskBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcellar.frontends.bench.tasks.COUNTS_FROM", 0.0)
+    cheats.install(tmp_path, monkeypatch)
+    assert tasks.recipe(cheats.recipe(cheats.FromMemory))[0]["margin"] != pytest.approx(1, abs=1e-6)
 
 
 def test_the_command_prints_rows_and_writes_what_made_them(model: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
         from matplotlib import pyplot
     except ImportError as error:
         raise MissingExtra("plots need the extra: pip install 'kvcellar[bench]'") from error
+    rows = [row for row in rows if row["kl"] is not None]
     whole = {row["recipe"]: row for row in rows if row["text"] == "all" or _alone(rows, row)}
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for name, row in whole.items():

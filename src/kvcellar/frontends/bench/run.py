@@ -35,6 +35,11 @@ from .peers import PEERS, Coded
 from .reference import References, continuation_logits, empty_positions, key, write_scores
 
 FLOOR_EMPTY = "floor:empty"
+ROW = (
+    *("recipe", "text", "tokens", "windows", "kept", "file_bytes", "file_bytes_per_token", "payload_bytes_per_token"),
+    *("profile_bytes", "kl", "kl_ci", "kl_p99", "dppl", "dppl_ci", "rcb", "rcb_ci", "top1", "margin", "save_s"),
+    *("restore_s", "prefill_s", "peak_bytes", "restore_class"),
+)
 ALL = "all"
 
 
@@ -56,8 +61,15 @@ class Scorer:
 
     def score(self, archive: Path, reference: Path, prefix: int, out: Path) -> dict[str, Any]:
         task = {"archive": str(archive), "reference": str(reference), "prefix": prefix, "out": str(out)}
+        return self._send(task)
+
+    def ask(self, archive: Path, prefix: int, task: dict[str, Any]) -> dict[str, Any]:
+        """The margin and exact match of a task behind the archive of its context."""
+        return self._send({"archive": str(archive), "prefix": prefix, "task": task})
+
+    def _send(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(task) + "\n")
+        self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
         return self._answer()
 

@@ -2,8 +2,9 @@
 
     python -m kvcellar.frontends.bench.worker MODEL_DIR THREADS
 
-reads one JSON object a line, `{"archive", "reference", "prefix", "out"}`, and answers each with one. A recipe that
-keeps anything in memory, and not in its file, has nothing to decode from here.
+reads one JSON object a line, `{"archive", "prefix", "reference", "out"}` for a window or `{"archive", "prefix",
+"task"}`, and answers each with one. A recipe that keeps anything in memory, and not in its file, has nothing to
+decode from here.
 """
 
 from __future__ import annotations
@@ -18,14 +19,30 @@ import torch
 from safetensors.torch import load_file
 
 from ...errors import InvalidInput, KVCellarError
+from ...evaluate.tasks import Task
 from ..cli.models import LocalModel
 from ..library import open as open_archive
 from .reference import continuation_logits, write_scores
+from .tasks import scored
 
 
 def score(local: LocalModel, archive: str, reference: str, prefix: int, out: str) -> dict[str, Any]:
     """Restore `archive`, read the continuation behind it, and write the per-token scores to `out` (npz)."""
     expected = load_file(reference)
+    cache, costs = _restored(local, archive, prefix)
+    logits = continuation_logits(local.model, expected["following"].tolist(), cache)
+    write_scores(expected, logits, Path(out))
+    return costs
+
+
+def ask(local: LocalModel, archive: str, prefix: int, task: dict[str, Any]) -> dict[str, Any]:
+    """Restore `archive` and put the task's question to it."""
+    cache, _ = _restored(local, archive, prefix)
+    return dict(scored(local, cache, Task(**{**task, "distractors": tuple(task["distractors"])})))
+
+
+def _restored(local: LocalModel, archive: str, prefix: int) -> tuple[Any, dict[str, Any]]:
+    """The cache in `archive`, which must stand for `prefix` tokens, and what restoring it took."""
     started = time.perf_counter()
     with _peak() as peak, open_archive(archive, identity=local.identity) as opened:
         cache: Any = opened.restore().cache
@@ -33,9 +50,7 @@ def score(local: LocalModel, archive: str, reference: str, prefix: int, out: str
     held = int(cache.get_seq_length())
     if held != prefix:
         raise InvalidInput(f"the restored cache stands for {held} tokens, the window's prefix has {prefix}")
-    logits = continuation_logits(local.model, expected["following"].tolist(), cache)
-    write_scores(expected, logits, Path(out))
-    return {"restore_s": restore_s, "peak_bytes": peak.bytes}
+    return cache, {"restore_s": restore_s, "peak_bytes": peak.bytes}
 
 
 class _peak:  # noqa: N801 (used like a function)
@@ -69,7 +84,8 @@ def main() -> None:
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         try:
-            answer = score(local, **json.loads(line))
+            message = json.loads(line)
+            answer = ask(local, **message) if "task" in message else score(local, **message)
         except KVCellarError as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

@@ -30,6 +30,7 @@ SHORT, LONG, CONTINUATION = 1024, 7680, 384
     "--continuation", default=CONTINUATION, show_default=True, type=click.IntRange(2), help="Tokens to score."
 )
 @click.option("--long", "long_context", is_flag=True, help=f"12 windows of {LONG:,} tokens instead.")
+@click.option("--tasks", default=0, show_default=True, type=click.IntRange(0), help="Generated tasks per kind, too.")
 @click.option("--quick", is_flag=True, help="8 windows: a look within minutes.")
 @click.option("--data", type=click.Path(file_okay=False), default=str(DATA), help="Folder of the files in texts.toml.")
 @click.option(
@@ -46,6 +47,7 @@ def command(
     prefix: int,
     continuation: int,
     long_context: bool,
+    tasks: int,
     quick: bool,
     data: str,
     out: str | None,
@@ -73,12 +75,18 @@ def command(
     windows, sources = _windows(local, texts, Path(data), prefix, continuation, count, quiet=as_json)
     bench = Bench(local, windows, quiet=as_json)
     bench.prepare()
-    rows = bench.floor()
+    benches: list[Any] = [bench]
+    if tasks:
+        from ..bench.margins import TaskBench
+
+        benches.append(TaskBench(local, _tasks(local, prefix, tasks), quiet=as_json))
+        benches[-1].prepare()
+    rows = [row for each in benches for row in each.floor()]
     for recipe in chosen:
-        rows += bench.recipe(recipe)
+        rows += [row for each in benches for row in each.recipe(recipe)]
     for name in others:
         try:
-            rows += bench.peer(name)
+            rows += [row for each in benches for row in each.peer(name)]
         except MissingExtra as error:
             click.echo(f"peer {name} left out: {error}", err=True)
     if out:
@@ -131,6 +139,19 @@ def _windows(
     if len(found) < count and not quiet:
         click.echo(f"only {len(found)} documents reach {prefix + continuation:,} tokens", err=True)
     return found, {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def _tasks(local: Any, budget: int, count: int) -> list[Any]:
+    """`count` tasks of every kind with contexts of at most `budget` tokens, in standard-library documentation."""
+    from ...evaluate.tasks import KINDS, generate
+    from ...evaluate.texts import standard_library
+
+    filler = [document.text for document in standard_library("test") if document.kind == "docs"]
+
+    def encode(text: str) -> list[int]:
+        return local.encode(text, continues=True)  # type: ignore[no-any-return]
+
+    return [task for kind in KINDS for task in generate(kind, filler, encode, budget=budget, count=count, seed=2)]
 
 
 def _write(out: Path, local: Any, sources: dict[str, str], windows: list[Any], rows: list[dict[str, Any]]) -> None:
