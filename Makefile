@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 
-.PHONY: env demo test lint types bench bench-quick model clean
+.PHONY: env demo test lint types bench bench-quick peers model clean
 
 env: $(STAMP)
 
@@ -35,6 +35,10 @@ bench: model  # benchmarks/results, and the README tables made from them
 
 bench-quick: env  # 8 windows, all recipes, no peers
 	$(BIN)/kvcellar bench --quick --out benchmarks/results/bench-quick.json
+
+peers: env  # packages that some peers of the bench need; hqq is built from source against the torch that is here
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools wheel ninja einops termcolor
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps optimum-quanto==0.2.7 hqq==0.2.8.post1
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -44,4 +44,4 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(*(render(row) for _, render in COLUMNS))
     console = Console()
-    Console(width=max(console.width, 120)).print(table)
+    Console(width=max(console.width, 150)).print(table)
