@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 
 import kvcellar
 from kvcellar.errors import IdentityMismatch, InvalidInput, InvalidRecipe, UnsupportedCache
-from kvcellar.frontends.transformers import identity_of_model
+from kvcellar.frontends.fingerprint import identity_of_model
 from models import bits, llama, mistral, new_llama, pairs, prefill, prompt, same_bits
 
 IDS = prompt(40)

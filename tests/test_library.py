@@ -19,7 +19,7 @@ from kvcellar.errors import (
     StorageError,
     TokensMismatch,
 )
-from kvcellar.frontends.transformers import identity_of_model
+from kvcellar.frontends.fingerprint import identity_of_model
 from models import llama, logits, new_llama, pairs, prefill, prompt, same_bits
 
 IDS = prompt(40)

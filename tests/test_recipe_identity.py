@@ -201,13 +201,13 @@ MODEL_KEY = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from models import new_llama
-from kvcellar.frontends.transformers import identity_of_model
+from kvcellar.frontends.fingerprint import identity_of_model
 print(identity_of_model(new_llama()).digest)
 """
 
 
 def test_field_g19_a_model_has_one_key_in_every_process() -> None:
-    from kvcellar.frontends.transformers import identity_of_model
+    from kvcellar.frontends.fingerprint import identity_of_model
     from models import llama
 
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """Who a cache belongs to. Restoring a cache into another model gives fluent nonsense, so it is refused by default.
 
 An `Identity` is a SHA-256 digest: over a model's parameters and cache-shaping config (made by
-`kvcellar.frontends.transformers.identity_of_model`), or over a name the caller chose. The two kinds never
+`kvcellar.frontends.fingerprint.identity_of_model`), or over a name the caller chose. The two kinds never
 compare equal. `frame` makes every hashed message injective: each field carries its tag and its length.
 """
 

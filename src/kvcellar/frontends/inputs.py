@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InvalidInput
 from ..identity import Identity
-from .transformers import identity_of_model
+from .fingerprint import identity_of_model
 
 MAX_TOKEN_ID = (1 << 32) - 1
 

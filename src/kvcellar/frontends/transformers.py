@@ -1,4 +1,4 @@
-"""transformers caches and models: the way in (any cache to a `KVCache`), the way back, and a model's identity.
+"""transformers caches: the way in (any cache to a `KVCache`) and the way back.
 
 Taking a cache needs no transformers: layers are recognised by their class names and attributes, older forms by
 their shape. Only giving one back imports it. A layer that would come back changed is refused by name.
@@ -8,21 +8,15 @@ Tried on: CPU, transformers 5.24. Tensors on other devices are copied to the CPU
 
 from __future__ import annotations
 
-import hashlib
-import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from ..cache import KVCache, LayerKV, torch_dtype
 from ..errors import InvalidInput, MissingExtra, UnsupportedCache
 from ..geometry import DTYPES
-from ..identity import MODEL, Identity, frame
-from ..recipe import canonical_json
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -35,44 +29,6 @@ _REASONS = {
     "indexer_keys": "an indexed-attention layer, whose index keys this version does not store",
     "logical_length": "a cache restored at selected positions: it is not the whole sequence",
 }
-# Config fields that no number in a cache depends on.
-_NEUTRAL = frozenset(
-    (
-        "_attn_implementation",
-        "_model_name_or_path",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "attn_implementation",
-        "attn_pdrop",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "decoder_start_token_id",
-        "dtype",
-        "embd_pdrop",
-        "eos_token_id",
-        "hidden_dropout",
-        "id2label",
-        "initializer_range",
-        "is_encoder_decoder",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "resid_pdrop",
-        "return_dict",
-        "sep_token_id",
-        "task_specific_params",
-        "tie_word_embeddings",
-        "torch_dtype",
-        "transformers_version",
-        "unk_token_id",
-        "use_cache",
-    )
-)
 
 
 def take_cache(cache: Any, row: int = 0) -> KVCache:
@@ -245,65 +201,6 @@ def _selected_layer() -> Callable[[int], Any]:
             return held + query_length, self.logical_length - held
 
     return SelectedLayer
-
-
-_known_models: weakref.WeakKeyDictionary[Any, tuple[str, Identity]] = weakref.WeakKeyDictionary()
-
-
-def identity_of_model(model: Any) -> Identity:
-    """SHA-256 over a model's cache-shaping config and every parameter (sorted by name, dtype, shape, bytes).
-
-    The digest of a model object is kept and used again while an xxh3-128 over the same bytes stays the same, which
-    is an order of magnitude faster. Raises InvalidInput for anything without config and parameters, or with
-    parameters that are not in memory.
-    """
-    model = getattr(model, "_orig_mod", model)
-    if not hasattr(model, "config") or not hasattr(model, "state_dict"):
-        raise InvalidInput(f"model is a {type(model).__name__}; expected a transformers model (or pass identity=)")
-    quick = xxhash.xxh3_128()
-    _feed(model, quick.update)
-    known = _known_models.get(model)
-    if known is not None and known[0] == quick.hexdigest():
-        return known[1]
-    digest = hashlib.sha256()
-    _feed(model, digest.update)
-    identity = Identity(MODEL, digest.hexdigest(), _label(model))
-    _known_models[model] = quick.hexdigest(), identity
-    return identity
-
-
-def _feed(model: Any, update: Callable[[Any], object]) -> None:
-    update(frame("kvcellar-model/1", [canonical_json(_shaping_config(model.config))]))
-    buffers = {name for name, _ in model.named_buffers()}
-    tensors = dict(model.named_parameters())
-    tensors |= {name: x for name, x in model.state_dict().items() if name in buffers}
-    for name in sorted(tensors):
-        x = tensors[name].detach()
-        if x.is_meta:
-            raise InvalidInput(f"parameter {name} is not in memory (meta device); its bytes cannot be hashed")
-        update(frame("parameter", [name, str(x.dtype), ",".join(map(str, x.shape))]))
-        update(memoryview(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-
-
-def _shaping_config(config: Any) -> dict[str, Any]:
-    """What the config says beyond its class's defaults, without what no cache depends on. JSON types only."""
-    difference = config.to_diff_dict()
-    return {key: _plain(value) for key, value in difference.items() if key not in _NEUTRAL}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items() if key not in _NEUTRAL}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    exact = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
-    return value if exact else str(value)
-
-
-def _label(model: Any) -> str:
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
-    count = sum(p.numel() for p in model.parameters())
-    return f"{type(model).__name__}, {count / 1e6:.4g}M parameters, {'+'.join(dtypes)}"
 
 
 def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:

@@ -20,7 +20,8 @@ from ...errors import InvalidInput, MissingExtra
 from ...identity import Identity
 from ...profile import home
 from ...store.local import LocalStore
-from ..transformers import dtype_of, identity_of_model
+from ..fingerprint import identity_of_model
+from ..transformers import dtype_of
 from .common import progress
 
 CHUNK = 512
