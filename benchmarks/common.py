@@ -18,7 +18,6 @@ from kvcellar.evaluate.machine import machine as machine
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 NOISY = 0.08
-PATIENCE = 15.0
 
 
 class Turns(NamedTuple):

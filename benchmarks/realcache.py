@@ -76,7 +76,7 @@ def _own(x: Tensor) -> Tensor:
 
 def _measured_identity(model: Any) -> dict[str, Any]:
     """What `model=` costs in `save` and `open` beyond `identity=`: the first time, and when the model is known."""
-    from kvcellar.frontends.transformers import identity_of_model
+    from kvcellar.frontends.fingerprint import identity_of_model
 
     first = timed(lambda: identity_of_model(model))
     again = summary([timed(lambda: identity_of_model(model)) for _ in range(5)])

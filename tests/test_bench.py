@@ -13,8 +13,9 @@ from kvcellar.errors import KVCellarError
 from kvcellar.evaluate.tasks import generate
 from kvcellar.evaluate.texts import Document, Window, windows
 from kvcellar.frontends.bench.margins import TaskBench
+from kvcellar.frontends.bench.peers import PEERS
 from kvcellar.frontends.bench.run import ROW, Bench, Scorer
-from kvcellar.frontends.cli.models import LocalModel
+from kvcellar.frontends.cli.models import LocalModel, empty_cache
 from kvcellar.recipe import EXACT
 
 PREFIX, CONTINUATION = 96, 24
@@ -88,6 +89,19 @@ def test_lossless_peers_diverge_by_nothing_and_fp8_by_something(bench: Bench) ->
     fp8 = bench.peer("hf-fp8")[0]
     assert fp8["kl"] > 0
     assert fp8["file_bytes_per_token"] == pytest.approx(3 * 2 * 2 * 16, rel=0.05)
+
+
+@pytest.mark.parametrize("tokens", [64, 65, 200])
+@pytest.mark.parametrize("name", ["zstd-3", "hf-fp8"])
+def test_peers_take_any_number_of_tokens(local: LocalModel, name: str, tokens: int) -> None:
+    """Group-wise backends fail on lengths that fill no group, so the rest stays in full precision."""
+    cache = empty_cache()
+    local.prefill(list(range(tokens)), cache, quiet=True)
+    before = cache.layers[0].keys.clone()
+    coded = PEERS[name](cache, local.model.config)
+    assert coded.cache.get_seq_length() == tokens
+    assert coded.nbytes > 0
+    assert (coded.cache.layers[0].keys - before).abs().max() < 0.1 * before.abs().max()
 
 
 def test_a_recipe_that_decodes_from_memory_is_caught(

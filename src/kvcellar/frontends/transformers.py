@@ -83,14 +83,14 @@ def _from_layer(index: int, layer: Any) -> tuple[Any, Any]:
     if not layer.is_initialized:
         return None, None
     if name in _QUANTIZED:
-        return _dequantized(layer)
+        return dequantized(layer)
     if name == "StaticLayer":
         length = int(layer.get_seq_length())
         return layer.keys[:, :, :length], layer.values[:, :, :length]
     return layer.keys, layer.values
 
 
-def _dequantized(layer: Any) -> tuple[Tensor, Tensor]:
+def dequantized(layer: Any) -> tuple[Tensor, Tensor]:
     """What the model reads from a quantized layer: the dequantized part, then the full-precision residual."""
     sides = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
     if hasattr(layer, "_apply_pending_reorder"):

@@ -18,6 +18,10 @@ from torch import Tensor
 
 from ...errors import MissingExtra
 from ...quantize.bits import bits
+from ..transformers import dequantized
+
+
+GROUP = 64
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,11 @@ def _blosc2(cache: Any, config: Any) -> Coded:
 
 
 def _quantized(backend: str, package: str | None, **options: Any) -> Callable[..., Coded]:
-    """transformers' QuantizedCache: the prefix goes in as one update and is read back dequantized."""
+    """transformers' QuantizedCache, read back dequantized.
+
+    Its backends take whole groups of tokens only: the last `T mod GROUP` go into the full-precision residual, as they
+    do while generating, and are counted as that.
+    """
 
     def run(cache: Any, config: Any) -> Coded:
         if package:
@@ -78,13 +86,18 @@ def _quantized(backend: str, package: str | None, **options: Any) -> Callable[..
         quantized = QuantizedCache(backend, config, **options)
         started = time.perf_counter()
         for index, layer in enumerate(cache.layers):
-            quantized.update(layer.keys, layer.values, index)
+            whole = layer.keys.shape[2] // GROUP * GROUP
+            quantized.update(layer.keys[:, :, :whole], layer.values[:, :, :whole], index)
+            if whole < layer.keys.shape[2]:
+                quantized.update(layer.keys[:, :, whole:], layer.values[:, :, whole:], index)
         middle = time.perf_counter()
         back = DynamicCache()
         for index, layer in enumerate(quantized.layers):
-            sides = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
-            back.update(*(side.to(cache.layers[index].keys.dtype) for side in sides), index)
-        held = sum(_held(x) for layer in quantized.layers for x in (layer._quantized_keys, layer._quantized_values))
+            back.update(*(side.to(cache.layers[index].keys.dtype) for side in dequantized(layer)), index)
+        held = sum(
+            _held((layer._quantized_keys, layer._quantized_values, layer.keys, layer.values))
+            for layer in quantized.layers
+        )
         return Coded(back, held, middle - started, time.perf_counter() - middle)
 
     return run
