@@ -20,7 +20,6 @@ from ...errors import MissingExtra
 from ...quantize.bits import bits
 from ..transformers import dequantized
 
-
 GROUP = 64
 
 
