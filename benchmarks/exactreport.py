@@ -9,7 +9,7 @@ from rich.table import Table
 
 RESTORE_AGAINST_BLOSC2 = 0.7
 RESTORE_AGAINST_PREFILL = 10
-WIDTH = 150
+WIDTH = 160
 
 
 def claims(result: dict[str, Any]) -> list[dict[str, Any]]:
