@@ -25,7 +25,7 @@ def command(file: str, text: str, model_dir: str | None, namespace: str, as_json
     from .models import read_text
 
     content = read_text(text)
-    with opened(file, model_dir, namespace, mode="a") as (archive, local):
+    with opened(file, model_dir, namespace, mode="a", quiet=as_json) as (archive, local):
         stored = archive.tokens.tolist()
         new = local.encode(content, continues=True)
         local.require_room(len(stored) + len(new))

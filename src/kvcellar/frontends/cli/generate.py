@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import click
@@ -37,7 +38,7 @@ def command(
 
     The text goes to stdout; what was restored, and how fast, to stderr.
     """
-    with opened(file, model_dir, namespace, mode="a" if keep else "r") as (archive, local):
+    with opened(file, model_dir, namespace, mode="a" if keep else "r", quiet=as_json) as (archive, local):
         stored = archive.tokens.tolist()
         ids = stored + (local.encode(prompt, continues=True) if prompt else [])
         local.require_room(len(ids) + max_new_tokens)
@@ -70,7 +71,7 @@ def command(
 class opened:  # noqa: N801 (used like a function)
     """An archive and its model, as a context: `with opened(…) as (archive, model)`."""
 
-    def __init__(self, file: str, model_dir: str | None, namespace: str, mode: str):
+    def __init__(self, file: str, model_dir: str | None, namespace: str, mode: str, *, quiet: bool = True):
         from ...archive.reader import ArchiveReader
         from ...store.local import LocalStore
 
@@ -79,7 +80,10 @@ class opened:  # noqa: N801 (used like a function)
             identity = reader.manifest.identity
         from .models import LocalModel, folder_of
 
-        self.local = LocalModel(model_dir or folder_of(identity))
+        folder = model_dir or folder_of(identity)
+        if not quiet:
+            click.echo(f"loading {Path(folder).name} …", err=True)
+        self.local = LocalModel(folder)
         self.file, self.namespace, self.mode = file, namespace, mode
 
     def __enter__(self) -> tuple[Any, Any]:

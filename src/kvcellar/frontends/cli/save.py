@@ -61,6 +61,8 @@ def command(
     require_replaceable(out)
     from .models import LocalModel, empty_cache
 
+    if not as_json:
+        click.echo(f"loading {Path(model_dir).name} …", err=True)
     local = LocalModel(model_dir, dtype)
     ids = local.encode(content)[:max_tokens]
     local.require_room(len(ids))
