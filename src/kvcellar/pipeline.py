@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .cache import KVCache, LayerKV, allocate
-from .errors import DamagedArchive, InvalidRecipe
+from .errors import DamagedArchive, InvalidRecipe, ProfileMissing
 from .geometry import Geometry
 from .profile import Profile
 from .quantize.bits import BitExact
@@ -69,6 +69,11 @@ class Pipeline:
         self.residual: Residual = BitExact() if quantizer is None else Coefficients(transform, quantizer)
         for stage in (self.predictor, transform, quantizer, self.symbols):
             if stage is not None:
+                if stage.needs_profile and profile is None:
+                    raise ProfileMissing(
+                        f"recipe {recipe.name!r} needs a profile of this model, and there is none: "
+                        f"run kvcellar calibrate --model DIR --recipe {recipe.name}"
+                    )
                 stage.bind(geometry, profile)
         per_group = {s.layers_per_group for s in (self.predictor, transform) if s is not None} or {1}
         if len(per_group) > 1:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -100,6 +101,20 @@ def find_profile(wanted: str | None, argument: Profile | None, embedded: bytes |
             f"the archive needs profile {wanted}; it was not given, not embedded, and is not at {path}"
         )
     return _require(Profile.unpack(path.read_bytes()), wanted, str(path))
+
+
+def all_profiles() -> Iterator[tuple[Path, dict[str, Any]]]:
+    """File and metadata of every profile under `home()`, newest first; only the containers' headers are read."""
+    folder = home() / "profiles"
+    files = sorted(folder.glob("*.safetensors"), key=lambda path: (-path.stat().st_mtime_ns, path.name))
+    for path in files:
+        try:
+            with safetensors.safe_open(path, framework="numpy") as container:
+                metadata = json.loads((container.metadata() or {})[_METADATA_KEY])
+        except (safetensors.SafetensorError, OSError, ValueError, KeyError):
+            continue  # not one of ours, or damaged: whoever asks for it by its id is told
+        if isinstance(metadata, dict):
+            yield path, metadata
 
 
 def _require(profile: Profile, wanted: str, where: str) -> Profile:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from .calibrate import Calibration
     from .geometry import Geometry
     from .profile import Profile
 
@@ -37,6 +38,20 @@ class Stage:
 
     def bind(self, geometry: Geometry, profile: Profile | None) -> None:
         """Told once, before any block, what the cache looks like and which calibrated state there is."""
+
+    needs_profile: ClassVar[bool] = False
+    """Whether `bind` asks for calibrated state, which `fit` makes."""
+
+    def fit_settings(self) -> Mapping[str, object]:
+        """The settings that `fit` depends on, as JSON: recipes that differ in others share a profile."""
+        return {}
+
+    def fit(self, calibration: Calibration, fitted: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Calibrated state by name, from samples; `fitted` is that of the stages before, as ``kind.name``.
+
+        In the profile the names get the stage's kind in front: ``basis`` of a transform is ``transform.basis``.
+        """
+        return {}
 
 
 class Context:

@@ -15,6 +15,7 @@ from ..archive.manifest import Manifest
 from ..archive.reader import ArchiveReader
 from ..archive.writer import write_archive
 from ..blocks import encode_blocks
+from ..calibrate import find_fitted
 from ..errors import (
     ArchiveNotFound,
     InvalidInput,
@@ -57,12 +58,13 @@ def save(
         tokens: the T token ids the cache was computed from, (T,) or (B, T).
         model: the transformers model it belongs to; or `identity`, an `Identity` or a name, when there is no model.
         recipe: a preset's name, a `Recipe`, or a recipe's JSON object. The default is bit-exact.
-        profile: the calibrated state the recipe needs, stored inside the file with `embed_profile`.
+        profile: the calibrated state the recipe needs, stored inside the file with `embed_profile`. Default: the
+            newest one that `kvcellar calibrate` made for this recipe and model.
         namespace: archives of different namespaces never see each other.
         row: which sequence of a batch.
 
     Raises MissingIdentity, TokensMismatch, InvalidInput, UnsupportedCache (naming the layer), InvalidRecipe,
-    ArchiveLocked, NotAnArchive (an existing file that is none is never replaced), StorageError.
+    ProfileMissing, ArchiveLocked, NotAnArchive (an existing file that is none is never replaced), StorageError.
     """
     who = resolve_identity(model, identity)
     if who is None:
@@ -75,6 +77,8 @@ def save(
             + ("Left-padded rows cannot be stored yet." if len(ids) < len(kv) else "")
         )
     chosen = find_recipe(recipe)
+    if profile is None:
+        profile = find_fitted(chosen, who, kv.geometry)
     profile_id = None if profile is None else profile.id
     manifest = Manifest(chosen, who, kv.geometry, namespace, profile_id, embed_profile and profile is not None)
     pipeline = Pipeline(chosen, kv.geometry, profile)

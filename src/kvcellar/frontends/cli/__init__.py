@@ -18,6 +18,7 @@ COMMANDS = {
     "append": "Add more text to a saved cache.",
     "info": "Show what an archive holds and how large it is.",
     "verify": "Read and check every part of an archive.",
+    "calibrate": "Make the profiles that recipes need, from a model and text.",
     "bench": "Measure what recipes cost and what they keep.",
 }
 EPILOG = """\b
