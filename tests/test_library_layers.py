@@ -9,20 +9,18 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
-    StaticSlidingWindowLayer,
 )
 
 import kvcellar
 from kvcellar.errors import InvalidInput, KVCellarError, UnsupportedCache
-from models import llama, logits, mistral, pairs, prefill, prompt, same_bits
+from models import llama, logits, pairs, prefill, prompt, same_bits
 
 IDS = prompt(40)
 
@@ -73,17 +71,6 @@ def test_quantized_layers_after_one_forward(saved: Callable) -> None:
     assert not torch.equal(logits(llama(), prefill(llama(), IDS), [7]), expected)
 
 
-@pytest.mark.parametrize("window", [16, 64])
-def test_sliding_window_layers_are_refused(saved: Callable, window: int) -> None:
-    _refused(saved, prefill(mistral(window), IDS), r"layer 0 \(DynamicSlidingWindowLayer\) is a sliding-window layer")
-
-
-def test_static_sliding_window_layers_are_refused(saved: Callable) -> None:
-    static = prefill(mistral(16), IDS, StaticCache(config=mistral(16).config, max_cache_len=64))
-    assert isinstance(static.layers[0], StaticSlidingWindowLayer)
-    _refused(saved, static, r"layer 0 \(StaticSlidingWindowLayer\)")
-
-
 @pytest.mark.parametrize("kind", [LinearAttentionLayer, LinearAttentionAndFullAttentionLayer])
 def test_layers_with_recurrent_state_are_refused(saved: Callable, kind: type) -> None:
     layer = kind()
@@ -106,9 +93,8 @@ def test_layers_of_unknown_classes_are_refused(saved: Callable) -> None:
     _refused(saved, _behind_good_layers(_filled(DynamicLayerOfOurs())), "layer 2 is a DynamicLayerOfOurs")
 
 
-@pytest.mark.parametrize("layer", [DynamicLayer(), DummyLayer()])
-def test_empty_layers_among_filled_ones_are_refused(saved: Callable, layer: object) -> None:
-    _refused(saved, _behind_good_layers(layer), rf"layer 2 \({type(layer).__name__}\) is empty")
+def test_empty_layers_among_filled_ones_are_refused(saved: Callable) -> None:
+    _refused(saved, _behind_good_layers(DynamicLayer()), r"layer 2 \(DynamicLayer\) is empty")
 
 
 def test_encoder_decoder_caches_are_refused(saved: Callable) -> None:
@@ -119,8 +105,6 @@ def test_encoder_decoder_caches_are_refused(saved: Callable) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda k, v: (k, v[..., :8]), r"layer 1: keys .*\(2, 40, 16\).*\(2, 40, 8\)"),
-        (lambda k, v: (k, v[:, :1]), r"layer 1: .*\(1, 40, 16\)"),
         (lambda k, v: (k, v[:, :, :39]), "layer 1: .*do not pair"),
         (lambda k, v: (k, torch.cat([v, v])), "layer 1: .*do not pair"),
         (lambda k, v: (k[0], v[0]), r"layer 1: .*expected \(B, H, T, D\)"),

@@ -50,7 +50,7 @@ def _sides(layers: Iterable[LayerKV]) -> list[tuple[Tensor, Tensor]]:
 def _decoded(pipeline: Pipeline, parts: list[bytes], ids: np.ndarray, groups: list[int] | None = None) -> Any:
     """Layers by index, of all groups or of `groups` alone."""
     groups = list(range(len(pipeline.groups))) if groups is None else groups
-    out = allocate(pipeline.geometry, len(ids), [i for group in groups for i in pipeline.groups[group]])
+    out = allocate(pipeline.geometry, {i: len(ids) for group in groups for i in pipeline.groups[group]})
     pipeline.decode(groups, [memoryview(parts[group]) for group in groups], ids, 0, out)
     return out
 
@@ -135,7 +135,7 @@ def test_a_quantizer_alone_works_layer_by_layer(make_cache: Callable, make_ids: 
 def test_tokens_and_positions_reach_the_predictor(make_cache: Callable, make_ids: Callable) -> None:
     kv, ids = _kv(make_cache(layers=2)), np.array(make_ids(40))
     pipeline = Pipeline(lossy(predict={"id": "test-tokens/1"}), kv.geometry)
-    out = allocate(kv.geometry, 40, range(2))
+    out = allocate(kv.geometry, {0: 40, 1: 40})
     for first, expected in ((100, True), (0, False)):
         pipeline.decode([0, 1], [memoryview(p) for p in pipeline.encode(kv, ids, 100)], ids, first, out)
         assert (max(_errors(kv, out)) <= STEP / 2 * (1 + 1e-3)) == expected

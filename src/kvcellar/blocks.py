@@ -15,7 +15,8 @@ from .archive.manifest import Manifest
 from .archive.reader import ArchiveReader, Block
 from .archive.writer import NewBlock
 from .cache import KVCache, LayerKV, allocate
-from .errors import DamagedArchive
+from .errors import DamagedArchive, InvalidInput
+from .geometry import Geometry
 from .pipeline import Pipeline
 
 CHUNK_BYTES = 3 << 19
@@ -23,13 +24,18 @@ _local = threading.local()
 
 
 def encode_blocks(
-    pipeline: Pipeline, manifest: Manifest, kv: KVCache, ids: np.ndarray, first: int
+    pipeline: Pipeline, manifest: Manifest, kv: KVCache, ids: np.ndarray, first: int, position: int | None = None
 ) -> Iterator[NewBlock]:
-    """Blocks of `kv` whose first token has index `first` in the sequence; only the last may be unsealed."""
+    """Blocks of `kv`, whose first token has index `first` and that `position` (default: the index).
+
+    Only the last may be unsealed.
+    """
     size = manifest.recipe.block
+    position = first if position is None else position
     for start in range(0, len(ids), size):
         tokens = ids[start : start + size]
-        parts = pipeline.encode(kv.tokens(start, start + len(tokens)), tokens, first + start)
+        cut = kv.tokens(start, start + len(tokens))
+        parts = pipeline.encode(cut, tokens, position + start)
         head = BlockHead(
             start=first + start,
             tokens=tokens,
@@ -37,46 +43,61 @@ def encode_blocks(
             geometry=manifest.geometry,
             recipe=manifest.recipe.digest,
             parts=part_table(parts),
-            first_position=first + start,
+            first_position=position + start,
             profile=bytes.fromhex(manifest.profile) if manifest.profile else None,
+            held=_held(cut, manifest.geometry),
         )
         yield NewBlock(head, parts)
 
 
-class _Task(NamedTuple):
-    """Layer groups of a block to decode: its tokens `wanted` go to `position` of the output."""
+def _held(cut: KVCache, geometry: Geometry) -> tuple[tuple[int, int], ...]:
+    """For each run of sliding layers the tokens of the block they hold. Raises InvalidInput when they differ."""
+    found: dict[int, tuple[int, int]] = {}
+    for layer, run in geometry.sliding_runs.items():
+        kv = cut.layers[layer]
+        held = (kv.first, kv.first + kv.slots) if kv.slots else (0, 0)
+        if found.setdefault(run, held) != held:
+            raise InvalidInput(f"layer {layer} holds tokens {held} of a block, its neighbours {found[run]}")
+    return tuple(found.values())
 
-    block: Block
+
+class _Take(NamedTuple):
+    """The tokens `wanted` of one layer of a block, and where they go in the output."""
+
     wanted: range
-    groups: list[int]
     position: int
 
 
+class _Task(NamedTuple):
+    """Layer groups of a block to decode, and what is taken from them, by layer."""
+
+    block: Block
+    groups: list[int]
+    takes: dict[int, _Take]
+
+
 def decode_blocks(
-    pipeline: Pipeline, reader: ArchiveReader, spans: Sequence[range], layers: list[int]
+    pipeline: Pipeline, reader: ArchiveReader, wanted: Mapping[int, Sequence[range]]
 ) -> dict[int, LayerKV]:
-    """Tokens of `spans` (ascending, apart) of `layers`, one behind the other, on all cores.
+    """What the archive holds of the `wanted` tokens (ascending spans, apart) of each layer, one behind the other, on
+    all cores.
 
     A task is one block, or without a predictor some of its layer groups: neither depends on another.
     """
-    groups = pipeline.needed(layers)
     tasks: list[_Task] = []
-    position = 0
-    for span in spans:
-        for block in reader.blocks(span.start, span.stop):
-            if len(block.head.parts) != len(pipeline.groups):
-                parts = f"{len(block.head.parts)} parts for {len(pipeline.groups)} layer groups"
-                raise DamagedArchive(block.part, parts)
-            wanted = range(max(span.start, block.head.start), min(span.stop, block.stop))
-            for group in groups:
-                try:
-                    pipeline.require_plausible(group, block.head.count, block.head.parts[group][0])
-                except DamagedArchive as error:
-                    raise DamagedArchive(f"{block.part}, layer group {group}", error.problem) from error
-            chunks = [groups] if pipeline.predictor else list(_chunks(block, groups))
-            tasks += [_Task(block, wanted, chunk, position) for chunk in chunks]
-            position += len(wanted)
-    out = allocate(reader.manifest.geometry, position, layers)
+    counts = dict.fromkeys(wanted, 0)
+    for block, spans in _spans_by_block(reader, wanted):
+        if len(block.head.parts) != len(pipeline.groups):
+            parts = f"{len(block.head.parts)} parts for {len(pipeline.groups)} layer groups"
+            raise DamagedArchive(block.part, parts)
+        takes = {}
+        for layer, span in spans.items():
+            held = block.head.tokens_of(layer)
+            if both := range(max(span.start, held.start), min(span.stop, held.stop)):
+                takes[layer] = _Take(both, counts[layer])
+                counts[layer] += len(both)
+        tasks += _tasks(pipeline, block, takes)
+    out = allocate(reader.manifest.geometry, counts)
     workers = min(os.cpu_count() or 1, len(tasks))
     if workers > 1:
         with ThreadPoolExecutor(workers, thread_name_prefix="kvcellar") as pool:
@@ -93,14 +114,43 @@ def decode_blocks(
     return out
 
 
+def _spans_by_block(
+    reader: ArchiveReader, wanted: Mapping[int, Sequence[range]]
+) -> Iterator[tuple[Block, dict[int, range]]]:
+    """Blocks with the span that each layer wants of them; a block comes again for a layer's next span in it."""
+    edges = [edge for spans in wanted.values() for span in spans for edge in (span.start, span.stop)]
+    if not edges:
+        return
+    for block in reader.blocks(min(edges), max(edges)):
+        touching = {
+            layer: [span for span in spans if span.start < block.stop and span.stop > block.head.start]
+            for layer, spans in wanted.items()
+        }
+        for turn in range(max(map(len, touching.values()))):
+            yield block, {layer: spans[turn] for layer, spans in touching.items() if turn < len(spans)}
+
+
+def _tasks(pipeline: Pipeline, block: Block, takes: dict[int, _Take]) -> list[_Task]:
+    groups = pipeline.needed(takes)
+    for group in groups:
+        try:
+            pipeline.require_plausible(group, block.head.count_of, block.head.parts[group][0])
+        except DamagedArchive as error:
+            raise DamagedArchive(f"{block.part}, layer group {group}", error.problem) from error
+    chunks = [groups] if pipeline.predictor and groups else list(_chunks(block, groups))
+    return [_Task(block, chunk, takes) for chunk in chunks]
+
+
 def _run(pipeline: Pipeline, reader: ArchiveReader, task: _Task, out: Mapping[int, LayerKV]) -> None:
-    """Decode a task straight into its place in `out`, or through a copy when only part of its block is wanted."""
+    """Decode a task straight into its places in `out`, or through a copy where only part of a block is wanted."""
     head = task.block.head
-    end = task.position + len(task.wanted)
-    members = [i for group in task.groups for i in pipeline.groups[group] if i in out]
-    places = {i: LayerKV(out[i].keys[:, task.position : end], out[i].values[:, task.position : end]) for i in members}
-    whole = len(task.wanted) == head.count
-    target = places if whole else allocate(reader.manifest.geometry, head.count, members)
+    takes = {i: task.takes[i] for group in task.groups for i in pipeline.groups[group] if i in task.takes}
+    places = {
+        i: LayerKV(out[i].keys[:, at : at + len(span)], out[i].values[:, at : at + len(span)])
+        for i, (span, at) in takes.items()
+    }
+    partly = {i: head.count_of(i) for i, take in takes.items() if take.wanted != head.tokens_of(i)}
+    target = {**places, **allocate(reader.manifest.geometry, partly)}
     try:
         buffer = _buffer(sum(head.parts[group][0] for group in task.groups))
         parts = reader.read_parts(task.block, task.groups, buffer)
@@ -108,11 +158,11 @@ def _run(pipeline: Pipeline, reader: ArchiveReader, task: _Task, out: Mapping[in
     except DamagedArchive as error:
         part = error.part if error.part.startswith(task.block.part) else task.block.part
         raise DamagedArchive(part, error.problem) from error
-    if not whole:
-        cut = slice(task.wanted.start - head.start, task.wanted.stop - head.start)
-        for index, place in places.items():
-            place.keys.copy_(target[index].keys[:, cut])
-            place.values.copy_(target[index].values[:, cut])
+    for i in partly:
+        start = head.tokens_of(i).start
+        cut = slice(takes[i].wanted.start - start, takes[i].wanted.stop - start)
+        places[i].keys.copy_(target[i].keys[:, cut])
+        places[i].values.copy_(target[i].values[:, cut])
 
 
 def _buffer(size: int) -> np.ndarray:

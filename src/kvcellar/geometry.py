@@ -9,15 +9,18 @@ from __future__ import annotations
 import itertools
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .errors import DamagedArchive, UnsupportedCache
 
 MAX_LAYERS = 4096
-FULL_ATTENTION = "full"
-KINDS = {FULL_ATTENTION: 1}
+FULL, SLIDING, NONE = "full", "sliding", "none"
+KINDS = {FULL: 1, SLIDING: 2, NONE: 3}
+MAX_WINDOW = (1 << 32) - 1
 _KIND_NAMES = {code: name for name, code in KINDS.items()}
 _RUN = struct.Struct("<HBBHHBBHHBB")  # layers, kind, 0, K heads, K width, K dtype, 0, V heads, V width, V dtype, 0
+_WINDOW = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,10 @@ _DTYPES_BY_CODE = {d.code: d for d in DTYPES.values()}
 
 @dataclass(frozen=True)
 class SideGeometry:
-    """Keys or values of one layer: `heads` KV heads of `width` numbers of `dtype` per token."""
+    """Keys or values of one layer: `heads` KV heads of `width` numbers of `dtype` per token.
+
+    A width of 0 is a side that holds nothing, as the values of a layer whose one latent stands for both.
+    """
 
     heads: int
     width: int
@@ -45,8 +51,9 @@ class SideGeometry:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UnsupportedCache(f"dtype {self.dtype} cannot be stored; expected one of {', '.join(DTYPES)}")
-        if not all(type(n) is int and 1 <= n <= 65535 for n in (self.heads, self.width)):
-            raise UnsupportedCache(f"{self.heads} heads of width {self.width}: each must lie in 1..65535")
+        for name, number, least in (("heads", self.heads, 1), ("width", self.width, 0)):
+            if type(number) is not int or not least <= number <= 65535:
+                raise UnsupportedCache(f"{name} {number!r}: must lie in {least}..65535")
 
     @property
     def bytes_per_token(self) -> int:
@@ -62,11 +69,24 @@ class SideGeometry:
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """One layer: its kind (only ``full`` attention in format 1.0) and the two sides."""
+    """One layer: the two sides and its kind.
+
+    ``full`` attention holds every token; ``sliding`` the last `window` − 1 of them, which is what the next token sees
+    besides itself; ``none`` has no keys and values of its own (it shares another layer's, or attends to nothing).
+    """
 
     key: SideGeometry
     value: SideGeometry
-    kind: str = FULL_ATTENTION
+    kind: str = FULL
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UnsupportedCache(f"layer kind {self.kind!r}; expected one of {', '.join(KINDS)}")
+        if (self.kind == SLIDING) != (self.window > 0) or not 0 <= self.window <= MAX_WINDOW:
+            raise UnsupportedCache(f"a {self.kind} layer with a window of {self.window} tokens")
+        if (self.kind == NONE) != (self.numbers_per_token == 0) or (self.kind != NONE and not self.key.width):
+            raise UnsupportedCache(f"a {self.kind} layer with {self.numbers_per_token} numbers per token")
 
     @property
     def bytes_per_token(self) -> int:
@@ -77,14 +97,22 @@ class LayerGeometry:
         return self.key.numbers_per_token + self.value.numbers_per_token
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "key": self.key.to_json(), "value": self.value.to_json()}
+        window = {"window": self.window} if self.kind == SLIDING else {}
+        return {"kind": self.kind, **window, "key": self.key.to_json(), "value": self.value.to_json()}
+
+
+NO_LAYER = LayerGeometry(SideGeometry(1, 0, "float32"), SideGeometry(1, 0, "float32"), NONE)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """All layers of a cache, in the model's order."""
+    """All layers of a cache, in the model's order. Raises UnsupportedCache when no layer holds anything."""
 
     layers: tuple[LayerGeometry, ...]
+
+    def __post_init__(self) -> None:
+        if all(layer.kind == NONE for layer in self.layers):
+            raise UnsupportedCache("no layer has keys and values of its own")
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -99,6 +127,23 @@ class Geometry:
         """Raw bytes of one token in any 16-bit dtype: what ratios are stated against."""
         return sum(2 * layer.numbers_per_token for layer in self.layers)
 
+    @cached_property
+    def sliding_runs(self) -> dict[int, int]:
+        """For every sliding layer, the number of its run among the runs of sliding layers."""
+        found: dict[int, int] = {}
+        at = number = 0
+        for count, layer in self.runs():
+            if layer.kind == SLIDING:
+                found.update(dict.fromkeys(range(at, at + count), number))
+                number += 1
+            at += count
+        return found
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every layer holds every token."""
+        return all(layer.kind == FULL for layer in self.layers)
+
     def runs(self) -> list[tuple[int, LayerGeometry]]:
         """Equal neighbouring layers as (count, layer)."""
         return [(sum(1 for _ in same), layer) for layer, same in itertools.groupby(self.layers)]
@@ -107,7 +152,7 @@ class Geometry:
         return [{"layers": count, **layer.to_json()} for count, layer in self.runs()]
 
     def pack(self) -> bytes:
-        """Runs of 16 bytes each, as docs/format.md lists them."""
+        """Runs of 16 bytes each, 20 for sliding layers, as docs/format.md lists them."""
         packed = [struct.pack("<H", len(self.runs()))]
         for count, layer in self.runs():
             k, v = layer.key, layer.value
@@ -118,6 +163,8 @@ class Geometry:
                     *(v.heads, v.width, DTYPES[v.dtype].code, 0),
                 )
             )
+            if layer.kind == SLIDING:
+                packed.append(_WINDOW.pack(layer.window))
         return b"".join(packed)
 
     @classmethod
@@ -134,9 +181,11 @@ class Geometry:
                     raise DamagedArchive(part, f"a run of {count} layers; at most {MAX_LAYERS} in all")
                 key = SideGeometry(kh, kw, _DTYPES_BY_CODE[kd].name)
                 value = SideGeometry(vh, vw, _DTYPES_BY_CODE[vd].name)
-                layers += [LayerGeometry(key, value, _KIND_NAMES[kind])] * count
+                window = 0
+                if kind == KINDS[SLIDING]:
+                    (window,) = _WINDOW.unpack_from(data, offset)
+                    offset += _WINDOW.size
+                layers += [LayerGeometry(key, value, _KIND_NAMES[kind], window)] * count
+            return cls(tuple(layers)), offset
         except (struct.error, KeyError, UnsupportedCache) as error:
             raise DamagedArchive(part, f"unreadable geometry ({error})") from error
-        if not layers:
-            raise DamagedArchive(part, "geometry without layers")
-        return cls(tuple(layers)), offset

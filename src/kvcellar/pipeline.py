@@ -12,15 +12,15 @@ transform and a quantizer it is the bit-exact path. Reduction changes which toke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .cache import KVCache, LayerKV, allocate
-from .errors import DamagedArchive, InvalidRecipe, ProfileMissing
-from .geometry import Geometry
+from .errors import DamagedArchive, InvalidRecipe, ProfileMissing, UnsupportedCache
+from .geometry import FULL, Geometry
 from .profile import Profile
 from .quantize.bits import BitExact
 from .recipe import Recipe
@@ -80,6 +80,12 @@ class Pipeline:
             raise InvalidRecipe(f"recipe {recipe.name!r}: its stages group layers by {sorted(per_group)}; expected one")
         step = per_group.pop()
         self.groups = [range(i, min(i + step, len(geometry))) for i in range(0, len(geometry), step)]
+        if not geometry.uniform and (self.predictor is not None or step > 1):
+            odd = next(i for i, layer in enumerate(geometry.layers) if layer.kind != FULL)
+            raise UnsupportedCache(
+                f"layer {odd} is a {geometry.layers[odd].kind} layer; recipe {recipe.name!r} codes layers together and "
+                "needs each to hold every token: use recipe 'exact'"
+            )
 
     @property
     def lossless(self) -> bool:
@@ -126,11 +132,13 @@ class Pipeline:
         groups = [g for g, members in enumerate(self.groups) if wanted & set(members)]
         return list(range(groups[-1] + 1)) if groups and self.predictor else groups
 
-    def require_plausible(self, group: int, tokens: int, part_length: int) -> None:
-        """Raise DamagedArchive, before anything is allocated, for a part too short to hold what it should."""
-        symbols = sum(self.geometry.layers[i].bytes_per_token for i in self.groups[group]) * tokens
-        if not self.lossless:
-            symbols = sum(self.geometry.layers[i].numbers_per_token for i in self.groups[group]) * tokens * 4
+    def require_plausible(self, group: int, tokens: Callable[[int], int], part_length: int) -> None:
+        """Raise DamagedArchive, before anything is allocated, for a part too short to hold `tokens(layer)` tokens."""
+        layers = [(self.geometry.layers[i], tokens(i)) for i in self.groups[group]]
+        if self.lossless:
+            symbols = sum(layer.bytes_per_token * count for layer, count in layers)
+        else:
+            symbols = sum(layer.numbers_per_token * count * 4 for layer, count in layers)
         if symbols > self.symbols.max_expansion * part_length:
             raise DamagedArchive("block part", f"{part_length} bytes cannot decode to {symbols}")
 
@@ -139,7 +147,7 @@ class Pipeline:
         return out
 
     def _spare(self, layer: int, tokens: int) -> LayerKV:
-        return allocate(self.geometry, tokens, [layer])[layer]
+        return allocate(self.geometry, {layer: tokens})[layer]
 
 
 def _sides(layers: Iterable[LayerKV]) -> list[Tensor]:

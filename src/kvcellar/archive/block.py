@@ -20,6 +20,7 @@ from .format import checksum
 DENSE, SLOTS = 0, 1
 _SEALED, _HAS_PROFILE, _HAS_BASE = 1, 2, 4
 _FIXED = struct.Struct("<BBBBIQQII")  # kind, flags, token code, token bits, count, start, position, parts, id bytes
+_HELD = struct.Struct("<II")
 _PACKED_IDS = 0
 
 
@@ -29,6 +30,7 @@ class BlockHead:
 
     `start` is the index of its first token in the sequence, `first_position` that token's position (the others
     follow one by one), `tokens` int64 ids (T,), `parts` (length, xxh3) of each layer group's bytes in the body.
+    `held` says for each run of sliding layers which of the block's tokens they hold: (first, stop) from its start.
     """
 
     start: int
@@ -41,6 +43,18 @@ class BlockHead:
     profile: bytes | None = None
     base: bytes | None = None
     kind: int = field(default=DENSE)
+    held: tuple[tuple[int, int], ...] = ()
+
+    def tokens_of(self, layer: int) -> range:
+        """Which tokens of the sequence this block holds for `layer`."""
+        run = self.geometry.sliding_runs.get(layer)
+        if run is None:
+            return range(self.start, self.start + self.count)
+        first, stop = self.held[run]
+        return range(self.start + first, self.start + stop)
+
+    def count_of(self, layer: int) -> int:
+        return len(self.tokens_of(layer))
 
     @property
     def count(self) -> int:
@@ -67,7 +81,9 @@ class BlockHead:
             *(self.count, self.start, self.first_position, len(self.parts), len(ids)),
         )
         table = b"".join(struct.pack("<QQ", *part) for part in self.parts)
-        return fixed + self.recipe + (self.profile or b"") + (self.base or b"") + self.geometry.pack() + ids + table
+        held = b"".join(_HELD.pack(*each) for each in self.held)
+        digests = self.recipe + (self.profile or b"") + (self.base or b"")
+        return fixed + digests + self.geometry.pack() + held + ids + table
 
     @classmethod
     def unpack(cls, data: bytes, part: str) -> BlockHead:
@@ -86,6 +102,11 @@ class BlockHead:
             digests.append(data[offset : offset + 32] if present else None)
             offset += 32 if present else 0
         geometry, offset = Geometry.unpack(data, offset, part)
+        sliding = len(set(geometry.sliding_runs.values()))
+        held = tuple(_HELD.iter_unpack(data[offset : offset + _HELD.size * sliding]))
+        offset += _HELD.size * sliding
+        if len(held) != sliding or any(not first <= stop <= count for first, stop in held):
+            raise DamagedArchive(part, f"its sliding layers hold {held} of {count} tokens")
         if not 1 <= groups <= len(geometry) or len(data) != offset + id_bytes + 16 * groups:
             raise DamagedArchive(part, f"head of {len(data)} bytes for {groups} parts and {id_bytes} bytes of ids")
         tokens = unpack_ids(data[offset : offset + id_bytes], bits, count, part)
@@ -101,6 +122,7 @@ class BlockHead:
             profile=digests[1],
             base=digests[2],
             kind=kind,
+            held=held,
         )
 
 

@@ -7,8 +7,10 @@ read off the blocks themselves, in file order, since a block replaces whatever s
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +26,6 @@ from .format import (
     FRAME_SIZE,
     HEADER_SIZE,
     INDEX,
-    TAG_START,
     Record,
     checksum,
     pack_record,
@@ -38,6 +39,8 @@ ENTRY = np.dtype(
     [("offset", "<u8"), ("length", "<u8"), ("start", "<u8"), ("count", "<u4"), ("sealed", "<u4"), ("head", "<u8")]
 )
 _COMMIT = struct.Struct("<QQQQQQQQ")
+_FRAME_START = re.compile(rb"KVC[MPBIC]\0{4}(.{3}\0|\0{3}\x01)\0{4}", re.DOTALL)  # tag, no flags, a head up to 2²⁴
+_FRAME_START_SIZE = 16
 _SEARCH_STEP = 1 << 20
 MAX_BLOCKS = 1 << 32
 
@@ -97,13 +100,18 @@ def last_commit(reader: Reader) -> Commit:
     size = reader.size()
     if commit := _commit_ending_at(reader, size, strict=True):
         return commit
-    end = size
+    end, tried = size, 0
     while end > HEADER_SIZE:
         begin = max(HEADER_SIZE, end - _SEARCH_STEP)
         window = reader.read(begin, min(size, end + len(END_MAGIC) - 1) - begin)
         found = len(window)
         while (found := window.rfind(END_MAGIC, 0, found + len(END_MAGIC) - 1)) >= 0:
-            commit = _commit_ending_at(reader, begin + found + len(END_MAGIC), strict=False)
+            stop = begin + found + len(END_MAGIC)
+            length = _length_ending_at(reader, stop)
+            tried += length
+            if tried > size:  # commits that lie within each other, which would take for ever to read one by one
+                raise DamagedArchive("commit", f"more bytes of commits than the {size} there are")
+            commit = _commit_ending_at(reader, stop, strict=False) if length else None
             if commit is not None:
                 _require_torn(reader, commit.end, size)
                 return commit
@@ -127,6 +135,17 @@ def _commit_ending_at(reader: Reader, end: int, *, strict: bool) -> Commit | Non
         return None
 
 
+def _length_ending_at(reader: Reader, end: int) -> int:
+    """Length of the commit whose end mark and frame both say that it ends just before `end`, 0 for none."""
+    mark = reader.read(max(0, end - END_SIZE), END_SIZE)
+    length = struct.unpack_from("<Q", mark)[0] if len(mark) == END_SIZE else end
+    try:
+        _, head_length, body_length = read_frame(reader, max(0, end - length), end, COMMIT)
+    except DamagedArchive:
+        return 0
+    return length if FRAME_SIZE + head_length + 8 + body_length == length else 0
+
+
 def _cut(end: int) -> Commit:
     raise DamagedArchive("commit", f"the end mark at byte {end - END_SIZE} gives a length beyond the file")
 
@@ -146,19 +165,22 @@ def _require_torn(reader: Reader, offset: int, size: int) -> None:
 
 def read_entries(
     reader: Reader, commit: Commit, first_block: int, block: int
-) -> tuple[np.ndarray, DamagedArchive | None]:
-    """The live blocks of `commit`, ENTRY (B,), first token first, for sealed blocks of `block` tokens.
+) -> tuple[np.ndarray, int, DamagedArchive | None]:
+    """The live blocks of `commit`, ENTRY (B,), first token first, for sealed blocks of `block` tokens; then how many
+    commits came since the nearest index.
 
     When the index or an earlier commit is damaged, the list is read off the blocks, and the damage comes with it.
     """
     try:
-        return check_entries(_walk(reader, commit), commit, first_block, block), None
+        entries, since_index = _walk(reader, commit)
+        return check_entries(entries, commit, first_block, block), since_index, None
     except DamagedArchive as damage:
-        return check_entries(scan_blocks(reader, first_block, commit.offset), commit, first_block, block), damage
+        entries = check_entries(scan_blocks(reader, first_block, commit.offset), commit, first_block, block)
+        return entries, commit.sequence, damage
 
 
-def _walk(reader: Reader, commit: Commit) -> np.ndarray:
-    """State by the chain of commits back to the nearest index."""
+def _walk(reader: Reader, commit: Commit) -> tuple[np.ndarray, int]:
+    """State by the chain of commits back to the nearest index, and the number of commits behind that."""
     steps = [commit]
     while not steps[-1].index and steps[-1].previous:
         steps.append(read_commit(reader, steps[-1].previous, steps[-1].offset))
@@ -167,6 +189,7 @@ def _walk(reader: Reader, commit: Commit) -> np.ndarray:
     state: list[np.ndarray] = []
     if steps[-1].index:
         state = [read_index(reader, steps[-1].index, steps.pop().offset)]
+    since_index = len(steps)
     entries = np.concatenate(state) if state else np.empty(0, ENTRY)
     pieces = [entries]
     held = len(entries)
@@ -181,7 +204,7 @@ def _walk(reader: Reader, commit: Commit) -> np.ndarray:
                 pieces.append(last[:keep_here])
         pieces.append(step.added)
         held += len(step.added)
-    return np.concatenate(pieces)
+    return np.concatenate(pieces), since_index
 
 
 def pack_index(offset: int, entries: np.ndarray) -> bytes:
@@ -234,14 +257,11 @@ def _next_frame(reader: Reader, offset: int, end: int) -> int:
     """Where the next good frame starts, or `end`."""
     while offset < end:
         window = reader.read(offset, min(_SEARCH_STEP, end - offset))
-        found = window.find(TAG_START)
-        while found >= 0:
-            try:
-                read_frame(reader, offset + found, end)
-                return offset + found
-            except DamagedArchive:
-                found = window.find(TAG_START, found + 1)
-        offset += max(1, len(window) - len(TAG_START) + 1)
+        for match in _FRAME_START.finditer(window):
+            with suppress(DamagedArchive):
+                read_frame(reader, offset + match.start(), end)
+                return offset + match.start()
+        offset += max(1, len(window) - _FRAME_START_SIZE + 1)
     return end
 
 
@@ -257,8 +277,8 @@ def check_entries(entries: np.ndarray, commit: Commit, first_block: int, block: 
         raise DamagedArchive(part, f"its blocks do not cover its {commit.tokens} tokens")
     offsets, lengths = entries["offset"], entries["length"]
     inside = (offsets >= first_block) & (offsets < commit.offset) & (lengths <= commit.offset - offsets)
-    if not inside.all():
-        raise DamagedArchive(part, "a block lies outside the file")
+    if not inside.all() or (offsets[1:] < offsets[:-1] + lengths[:-1]).any():
+        raise DamagedArchive(part, "a block lies outside the file, or within another one")
     sealed = entries["sealed"]
     full = int(np.count_nonzero(sealed == 1))
     in_order = (sealed[:full] == 1).all() and (sealed[full:] == 0).all() and (counts[:full] == block).all()

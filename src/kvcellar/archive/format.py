@@ -20,7 +20,6 @@ HEADER_SIZE = 32
 FRAME_SIZE = 32
 MAX_HEAD = 1 << 24
 MANIFEST, PROFILE, BLOCK, INDEX, COMMIT = b"KVCM", b"KVCP", b"KVCB", b"KVCI", b"KVCC"
-TAG_START = b"KVC"
 RECORD_NAMES = {MANIFEST: "manifest", PROFILE: "profile", BLOCK: "block", INDEX: "index", COMMIT: "commit"}
 END_MAGIC = b"\nKVCend\n"
 END_SIZE = 16

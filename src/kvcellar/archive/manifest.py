@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DamagedArchive, InvalidRecipe, KVCellarError
-from ..geometry import MAX_LAYERS, Geometry, LayerGeometry, SideGeometry
+from ..geometry import MAX_LAYERS, SLIDING, Geometry, LayerGeometry, SideGeometry
 from ..identity import Identity, require_text
 from ..recipe import Recipe, canonical_json, strict_json
 
@@ -76,9 +76,9 @@ def _geometry(runs: list[dict[str, Any]]) -> Geometry:
         count = run["layers"]
         if type(count) is not int or not 1 <= count <= MAX_LAYERS - len(layers):
             raise ValueError(f"a run of {count} layers")
-        if set(run) != {"layers", "kind", "key", "value"} or run["kind"] != "full":
-            raise ValueError(f"layer kind {run.get('kind')!r}")
-        layers += [LayerGeometry(SideGeometry(**run["key"]), SideGeometry(**run["value"]), run["kind"])] * count
-    if not layers:
-        raise ValueError("no layers")
+        window = {"window"} if run["kind"] == SLIDING else set()
+        if set(run) != {"layers", "kind", "key", "value"} | window or type(run.get("window", 0)) is not int:
+            raise ValueError(f"layer kind {run.get('kind')!r} with keys {sorted(run)[:8]}")
+        key, value = SideGeometry(**run["key"]), SideGeometry(**run["value"])
+        layers += [LayerGeometry(key, value, run["kind"], run.get("window", 0))] * count
     return Geometry(tuple(layers))

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ArchiveNotFound, DamagedArchive, NewerFormat, NotAnArchive, OlderFormat
 from ..store.base import Reader
 from .block import BlockHead
-from .commit import Commit, last_commit, read_commit, read_entries, read_index, records
+from .commit import Commit, check_entries, last_commit, read_commit, read_entries, read_index, records
 from .format import (
     BLOCK,
     COMMIT,
@@ -66,6 +66,7 @@ class ArchiveReader:
         size = reader.size()
         record = read_record(reader, HEADER_SIZE, size, MANIFEST)
         self.manifest = Manifest.unpack(record.head)
+        self._recipe_digest = self.manifest.recipe.digest
         if self.manifest.namespace != namespace:
             raise ArchiveNotFound(errno.ENOENT, f"no archive at {reader.name}")
         self.profile_record: Record | None = None
@@ -76,16 +77,39 @@ class ArchiveReader:
 
     def refresh(self) -> None:
         """Take the newest commit of the open file as the state."""
-        self.commit: Commit = last_commit(self.reader)
-        self.entries, self.index_damage = read_entries(
-            self.reader, self.commit, self.first_block, self.manifest.recipe.block
-        )
-        self._starts = self.entries["start"].astype(np.int64)
+        commit = last_commit(self.reader)
+        block = self.manifest.recipe.block
+        entries, self.since_index, self.index_damage = read_entries(self.reader, commit, self.first_block, block)
+        self._take(commit, entries)
+
+    def advance(self, commit: Commit, entries: np.ndarray) -> None:
+        """Take a commit just written behind the state as the new one, without the walk that reading it back costs."""
+        self.since_index += 1
+        if commit.index:
+            self.since_index, self.index_damage = 0, None
+        self._take(commit, check_entries(entries, commit, self.first_block, self.manifest.recipe.block))
+
+    def _take(self, commit: Commit, entries: np.ndarray) -> None:
+        self.commit, self.entries = commit, entries
+        self._starts = entries["start"].astype(np.int64)
         self.block = lru_cache(HEADS_KEPT)(self.read_block)
 
     @property
     def tokens(self) -> int:
         return self.commit.tokens
+
+    @property
+    def first_position(self) -> int:
+        return self.block(0).head.first_position if len(self.entries) else 0
+
+    @property
+    def regular(self) -> bool:
+        """Whether positions follow one by one; if not, only the next position is known."""
+        return self.commit.next_position == self.first_position + self.tokens
+
+    def position_after(self, tokens: int) -> int:
+        """The position of the token that follows the first `tokens`, where positions are known."""
+        return self.commit.next_position - self.tokens + tokens
 
     def read_block(self, index: int) -> Block:
         """Head of live block `index`, read anew and checked against index, manifest and geometry."""
@@ -98,7 +122,7 @@ class ArchiveReader:
         head = BlockHead.unpack(record.head, part)
         if (head.start, head.count, head.sealed) != (entry["start"], entry["count"], bool(entry["sealed"])):
             raise DamagedArchive(part, "its tokens are not those the index names")
-        if head.geometry != self.manifest.geometry or head.recipe != self.manifest.recipe.digest:
+        if head.geometry != self.manifest.geometry or head.recipe != self._recipe_digest:
             raise DamagedArchive(part, "another geometry or recipe than the manifest's")
         if (head.profile.hex() if head.profile else None) != self.manifest.profile or head.base is not None:
             raise DamagedArchive(part, "another profile or base than the manifest's")
@@ -138,15 +162,19 @@ class ArchiveReader:
         ids = [block.head.tokens for block in self.blocks(0, self.tokens)]
         return np.concatenate(ids) if ids else np.empty(0, np.int64)
 
-    def match(self, ids: np.ndarray) -> tuple[int, int | None]:
-        """Length of the common prefix with `ids`, and the stored id where they part (None where either ends)."""
-        for block in self.blocks(0, min(self.tokens, len(ids))):
-            stored = block.head.tokens
-            given = ids[block.head.start : block.stop]
-            differ = np.flatnonzero(stored[: len(given)] != given)
+    def match(self, ids: np.ndarray, start: int = 0) -> tuple[int, int | None]:
+        """Where the tokens from `start` on stop equalling `ids`, and the stored id there (None where either ends).
+
+        With `start` 0 the first number is the length of the common prefix. `start` is at most the number of tokens.
+        """
+        stop = min(self.tokens, start + len(ids))
+        for block in self.blocks(start, stop):
+            first, last = max(start, block.head.start), min(stop, block.stop)
+            stored = block.head.tokens[first - block.head.start : last - block.head.start]
+            differ = np.flatnonzero(stored != ids[first - start : last - start])
             if len(differ):
-                return block.head.start + int(differ[0]), int(stored[differ[0]])
-        return min(self.tokens, len(ids)), None
+                return first + int(differ[0]), int(stored[differ[0]])
+        return stop, None
 
     def embedded_profile(self) -> bytes | None:
         if self.profile_record is None:

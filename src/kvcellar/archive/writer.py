@@ -22,7 +22,10 @@ from .format import BLOCK, HEADER_SIZE, MANIFEST, PROFILE, checksum, pack_header
 from .manifest import Manifest
 from .reader import ArchiveReader
 
+# Opening walks the commits since the nearest index: at most so many, or a fraction of the blocks, which keeps what
+# indexes add to a commit constant.
 INDEX_EVERY = 64
+BLOCKS_PER_COMMIT_WALKED = 16
 
 
 @dataclass(frozen=True)
@@ -34,19 +37,27 @@ class NewBlock:
 
 
 def write_archive(
-    pending: Pending, manifest: Manifest, blocks: Iterable[NewBlock], profile: bytes | None = None
+    pending: Pending,
+    manifest: Manifest,
+    blocks: Iterable[NewBlock],
+    profile: bytes | None = None,
+    next_position: int | None = None,
 ) -> None:
-    """Everything from header to commit. The same blocks give the same bytes, however they came to be."""
+    """Everything from header to commit. The same blocks give the same bytes, however they came to be.
+
+    `next_position` is that of the token to come; default: the one behind the last block's.
+    """
     pending.append(pack_header())
     pending.append(pack_record(MANIFEST, HEADER_SIZE, manifest.pack(), 0))
     if profile is not None:
         offset, head = pending.size(), struct.pack("<Q", checksum(profile))
         pending.append(pack_record(PROFILE, offset, head, len(profile)) + profile)
-    entries, next_position, tokens = [], 0, 0
+    entries, following, tokens = [], 0, 0
     for block in blocks:
         entries.append(_append_block(pending.append, pending.size(), block))
         tokens = block.head.start + block.head.count
-        next_position = block.head.first_position + block.head.count
+        following = block.head.first_position + block.head.count
+    next_position = following if next_position is None else next_position
     index_offset = pending.size()
     state = np.array(entries, ENTRY)
     pending.append(pack_index(index_offset, state))
@@ -67,26 +78,29 @@ def append_blocks(appender: Appender, archive: ArchiveReader, keep: int, blocks:
     if appender.size() != end:
         appender.truncate(end)  # what an earlier writer left unfinished
     try:
-        _append_commit(appender, archive, keep, blocks)
+        commit, state = _append_commit(appender, archive, keep, blocks)
     except BaseException:
         with suppress(StorageError):
             appender.truncate(end)
         raise
-    archive.refresh()
+    archive.advance(commit, state)
 
 
-def _append_commit(appender: Appender, archive: ArchiveReader, keep: int, blocks: Iterable[NewBlock]) -> None:
+def _append_commit(
+    appender: Appender, archive: ArchiveReader, keep: int, blocks: Iterable[NewBlock]
+) -> tuple[Commit, np.ndarray]:
+    """Write blocks and commit; returns the commit and its live blocks."""
     last, end = archive.commit, archive.commit.end
-    entries, tokens, next_position = [], last.tokens, last.next_position
+    entries, tokens = [], last.tokens
     for block in blocks:
         entries.append(_append_block(appender.append, end, block))
         end += int(entries[-1][1])
         tokens = block.head.start + block.head.count
-        next_position = block.head.first_position + block.head.count
+    next_position = last.next_position + tokens - last.tokens
     added = np.array(entries, ENTRY)
     state = np.concatenate([archive.entries[:keep], added])
     index_offset = 0
-    if last.sequence % max(INDEX_EVERY, len(state) // 8) == 0:
+    if archive.since_index + 1 >= max(INDEX_EVERY, len(state) // BLOCKS_PER_COMMIT_WALKED):
         index = pack_index(end, state)
         appender.append(index)
         index_offset, end = end, end + len(index)
@@ -103,8 +117,10 @@ def _append_commit(appender: Appender, archive: ArchiveReader, keep: int, blocks
         added=added,
     )
     live = archive.first_block + int(state["length"].sum()) + len(pack_index(0, state[:0])) + state.nbytes
-    appender.append(replace(commit, live=live + commit.packed_length).pack())
+    commit = replace(commit, live=live + commit.packed_length, end=end + commit.packed_length)
+    appender.append(commit.pack())
     appender.sync()
+    return commit, state
 
 
 def _append_block(append: Callable[[bytes | memoryview], None], offset: int, block: NewBlock) -> tuple[int, ...]:

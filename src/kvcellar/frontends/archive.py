@@ -6,6 +6,7 @@ import errno
 import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,15 @@ from ..archive.writer import NewBlock, append_blocks, write_archive
 from ..blocks import decode_blocks, encode_blocks
 from ..cache import KVCache, LayerKV, Restored
 from ..errors import ArchiveClosed, DamagedArchive, InvalidInput, MissingIdentity, StorageError, TokensMismatch
+from ..held import held as held_runs
+from ..held import is_prefix, usable_prefix, wanted
 from ..identity import Identity
 from ..pipeline import Pipeline
 from ..profile import Profile, find_profile
 from ..store.base import Appender
 from ..store.local import LocalStore
 from .inputs import spans_of, token_ids
-from .transformers import dtype_of, give_cache, take_cache
+from .transformers import Device, dtype_of, fill_cache, give_cache, take_cache
 
 
 class Archive:
@@ -62,18 +65,22 @@ class Archive:
         prompt: Any = None,
         layers: Iterable[int] | None = None,
         dtype: str | torch.dtype | None = None,
-        device: str | torch.device | None = None,
+        device: Device | Mapping[int, Device] | None = None,
+        into: Any = None,
     ) -> Restored:
-        """A transformers DynamicCache in storage of its own, and how many tokens it covers.
+        """A transformers cache in storage of its own, how many tokens it covers, and the position that comes next.
 
         Args:
             positions: which tokens; an int n means the first n. Selected tokens keep their positions: the cache then
-                goes on at the archive's next position.
+                goes on at the archive's next position. With sliding layers only prefixes, and only those whose
+                windows are stored: the end, and what was appended in steps.
             prompt: token ids; gives their longest stored prefix, at most `len(prompt) − 1` tokens, ready for
                 `model.generate(prompt, cache=…)`. `matched` says how many.
             layers: only these; the others come back empty, at their places.
             dtype: convert by value; raises InvalidInput when a number does not fit. Default: as stored.
-            device: where to put the tensors. Default: CPU.
+            device: where to put the tensors, or a device per layer. Default: CPU.
+            into: an empty transformers cache (static, quantized, offloaded) to fill instead of a new DynamicCache; an
+                error leaves it empty.
 
         Raises MissingIdentity when the archive was opened with neither model nor identity, InvalidInput,
         DamagedArchive, ProfileMissing, ProfileMismatch, MissingExtra.
@@ -88,21 +95,23 @@ class Archive:
             ids = token_ids(prompt, what="prompt")
             if not len(ids):
                 raise InvalidInput("the prompt has no token")
-            spans = [range(min(reader.match(ids)[0], len(ids) - 1))]
+            spans = [range(usable_prefix(reader, min(reader.match(ids)[0], len(ids) - 1)))]
         else:
             spans = spans_of(positions, reader.tokens)
+        if not reader.regular and sum(map(len, spans)) < reader.tokens:
+            raise InvalidInput(
+                f"only the whole archive can be restored: it goes on at position {reader.commit.next_position} after "
+                f"{reader.tokens} tokens, and the positions in between are not stored"
+            )
         held = sum(map(len, spans))
-        prefix = not spans or (len(spans) == 1 and spans[0].start == 0)
-        next_position = held if prefix else reader.commit.next_position
-        out = self._decode(spans, chosen) if held else {}
-        target = give_cache(
-            out,
-            total_layers=len(reader.manifest.geometry),
-            next_position=next_position,
-            dtype=dtype_of(dtype),
-            device=device,
-        )
-        return Restored(target, held)
+        next_position = reader.position_after(held if is_prefix(spans) else reader.tokens)
+        length = next_position if reader.regular else held
+        out = self._decode(wanted(reader, spans, chosen)) if held else {}
+        if into is None:
+            cache = give_cache(out, reader.manifest.geometry, length=length, dtype=dtype_of(dtype), device=device)
+        else:
+            cache = fill_cache(into, out, tokens=length, dtype=dtype_of(dtype), device=device)
+        return Restored(cache, held, next_position)
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys (H, T, Dk) and values (H, T, Dv) of tokens `start`…`stop` of one layer, in the stored dtype.
@@ -113,7 +122,10 @@ class Archive:
         (index,) = self._layers([layer])
         if not 0 <= start <= stop <= len(self):
             raise InvalidInput(f"tokens {start}…{stop} of an archive of {len(self)}")
-        kv = self._decode([range(start, stop)], [index])[index]
+        kv = self._decode({index: [range(start, stop)]})[index]
+        if kv.slots != stop - start:
+            runs = ", ".join(f"{run.start}…{run.stop}" for run in held_runs(self._open(), index, start, stop))
+            raise InvalidInput(f"of tokens {start}…{stop} layer {index}, which slides, holds {runs or 'none'}")
         return kv.keys, kv.values
 
     def append(self, cache: Any, tokens: Any, *, row: int = 0) -> ArchiveInfo:
@@ -156,12 +168,21 @@ class Archive:
             return len(reader.entries), self._blocks(kv.tokens(stored, len(ids)), ids[stored:], stored)
         joined = kv.tokens(tail_start, len(ids))
         if stored > tail_start:
-            tail = self._decode([range(tail_start, stored)], list(range(len(reader.manifest.geometry))))
-            joined = _joined(tail, kv.tokens(stored, len(ids)))
+            joined = self._stored(tail_start, stored).followed_by(kv.tokens(stored, len(ids)))
         return sealed, self._blocks(joined, ids[tail_start:], tail_start)
 
+    def _stored(self, start: int, stop: int) -> KVCache:
+        """Tokens `start`…`stop` as a cache; of a sliding layer the last run that is stored."""
+        reader = self._open()
+        runs = {i: held_runs(reader, i, start, stop)[-1:] for i in reader.manifest.geometry.sliding_runs}
+        layers = range(len(reader.manifest.geometry))
+        out = self._decode({i: runs.get(i, [range(start, stop)]) for i in layers})
+        firsts = {i: run[0].start - start for i, run in runs.items() if run}
+        return KVCache(tuple(replace(out[i], first=firsts.get(i, 0)) for i in layers), stop - start)
+
     def _blocks(self, kv: KVCache, ids: np.ndarray, first: int) -> Iterator[NewBlock]:
-        return encode_blocks(self._ready_pipeline(), self.manifest, kv, ids, first)
+        position = self._open().first_position + first
+        return encode_blocks(self._ready_pipeline(), self.manifest, kv, ids, first, position)
 
     def compact(self) -> ArchiveInfo:
         """Rewrite the file without dead bytes, at once; then it equals one saved in bulk. Needs mode ``"a"``."""
@@ -172,7 +193,8 @@ class Archive:
             raise StorageError(errno.ESTALE, f"{self.path} was replaced while it was open: open it again to compact")
         pending = self._store.create(self._name)
         try:
-            write_archive(pending, reader.manifest, self._compacted(), reader.embedded_profile())
+            next_position = reader.commit.next_position
+            write_archive(pending, reader.manifest, self._compacted(), reader.embedded_profile(), next_position)
             fresh = pending.commit_and_hold()
         except BaseException:
             pending.discard()
@@ -189,9 +211,7 @@ class Archive:
             yield NewBlock(block.head, reader.read_parts(block, range(len(block.head.parts))))
         start = sealed * reader.manifest.recipe.block
         if start < reader.tokens:
-            layers = self._decode([range(start, reader.tokens)], list(range(len(reader.manifest.geometry))))
-            tail = KVCache(tuple(layers[i] for i in range(len(layers))))
-            yield from self._blocks(tail, reader.token_ids()[start:], start)
+            yield from self._blocks(self._stored(start, reader.tokens), reader.token_ids()[start:], start)
 
     def info(self) -> ArchiveInfo:
         """What `kvcellar info` prints."""
@@ -235,18 +255,9 @@ class Archive:
             self._pipeline = Pipeline(manifest.recipe, manifest.geometry, profile)
         return self._pipeline
 
-    def _decode(self, spans: Sequence[range], layers: list[int]) -> dict[int, LayerKV]:
-        return decode_blocks(self._ready_pipeline(), self._open(), spans, layers)
-
-
-def _joined(tail: Mapping[int, LayerKV], new: KVCache) -> KVCache:
-    return KVCache(
-        tuple(
-            LayerKV(torch.cat([tail[i].keys, kv.keys], dim=1), torch.cat([tail[i].values, kv.values], dim=1))
-            for i, kv in enumerate(new.layers)
-        )
-    )
+    def _decode(self, wanted: Mapping[int, Sequence[range]]) -> dict[int, LayerKV]:
+        return decode_blocks(self._ready_pipeline(), self._open(), wanted)
 
 
 def _shape(geometry: Any) -> str:
-    return "; ".join(f"{run['layers']} layers of {run['key']}" for run in geometry.to_json())
+    return "; ".join(f"{run['layers']} layers of {run['key']} ({run['kind']})" for run in geometry.to_json())

@@ -86,6 +86,19 @@ def identity_of_model(model: Any) -> Identity:
     return identity
 
 
+def require_plain_positions(model: Any) -> None:
+    """Raise InvalidInput for a model whose positions cannot be told from the number of tokens (multimodal RoPE)."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    for each in (config, text):
+        for name in ("rope_parameters", "rope_scaling"):
+            if "mrope_section" in (getattr(each, name, None) or {}):
+                raise InvalidInput(
+                    f"{type(model).__name__} gives images fewer positions than tokens: pass next_position=, "
+                    "the position of the token to come (the number of tokens, when there was text alone)"
+                )
+
+
 def _feed(model: Any, update: Callable[[Any], object]) -> None:
     update(frame("kvcellar-model/1", [canonical_json(_shaping_config(model.config))]))
     buffers = {name for name, _ in model.named_buffers()}

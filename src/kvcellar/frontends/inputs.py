@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..errors import InvalidInput
+from ..cache import KVCache
+from ..errors import InvalidInput, TokensMismatch, UnsupportedCache
 from ..identity import Identity
 from .fingerprint import identity_of_model
+from .transformers import take_cache
 
 MAX_TOKEN_ID = (1 << 32) - 1
 
@@ -30,6 +32,51 @@ def token_ids(tokens: Any, row: int = 0, what: str = "tokens") -> np.ndarray:
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID):
         raise InvalidInput(f"{what} from {ids.min()} to {ids.max()}; a token id lies in 0…{MAX_TOKEN_ID}")
     return ids.astype(np.int64)
+
+
+def take_row(cache: Any, tokens: Any, row: int, attention_mask: Any, positions: Any) -> tuple[KVCache, np.ndarray, int]:
+    """The real tokens of one row of a cache, their ids, and the position of the first.
+
+    `tokens` may hold the ids of all slots or of the real tokens alone. Raises TokensMismatch, and InvalidInput for a
+    mask or positions with gaps.
+    """
+    kv, ids = take_cache(cache, row), token_ids(tokens, row)
+    start, stop = 0, len(kv)
+    if attention_mask is not None:
+        start, stop = _real_slots(token_ids(attention_mask, row, "attention_mask"), len(kv))
+    if len(ids) == len(kv):
+        ids = ids[start:stop]
+    if len(ids) != stop - start:
+        raise TokensMismatch(
+            f"the cache holds {stop - start} tokens, {len(ids)} token ids were given. "
+            + ("After generate() the last token is not in the cache yet. " if len(ids) == len(kv) + 1 else "")
+            + ("For a row with pads give attention_mask=." if len(ids) < len(kv) else "")
+        )
+    first = 0
+    if positions is not None:
+        given = token_ids(positions, row, "positions")
+        given = given[start:stop] if len(given) == len(kv) else given
+        if len(given) != len(ids) or (len(given) and not np.array_equal(given, given[0] + np.arange(len(given)))):
+            raise InvalidInput(f"positions {given[:8]}…; expected one for each of {len(ids)} tokens, one by one")
+        first = int(given[0]) if len(given) else 0
+    if first and any(layer.window for layer in kv.layers):
+        raise UnsupportedCache(f"sliding layers with positions from {first} on cannot be stored; expected from 0")
+    if (start, stop) != (0, len(kv)):
+        kv = kv.tokens(start, stop)
+        for index, layer in enumerate(kv.layers):
+            if layer.window and layer.first + layer.slots < len(kv):
+                raise UnsupportedCache(f"layer {index}: pads behind the row pushed its last tokens out of the window")
+    return kv, ids, first
+
+
+def _real_slots(mask: np.ndarray, slots: int) -> tuple[int, int]:
+    """Where the ones of a mask (T,) begin and end. Raises InvalidInput unless they are one run."""
+    ones = np.flatnonzero(mask)
+    if len(mask) != slots or not len(ones) or len(ones) != ones[-1] - ones[0] + 1:
+        raise InvalidInput(
+            f"attention_mask of {len(mask)} with {len(ones)} ones; expected one run of ones over {slots} slots"
+        )
+    return int(ones[0]), int(ones[-1]) + 1
 
 
 def resolve_identity(model: Any, identity: Identity | str | None) -> Identity | None:

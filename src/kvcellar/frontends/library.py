@@ -22,7 +22,6 @@ from ..errors import (
     KVCellarError,
     MissingIdentity,
     NotAnArchive,
-    TokensMismatch,
 )
 from ..identity import Identity, require_same
 from ..pipeline import Pipeline
@@ -32,8 +31,8 @@ from ..store.base import Appender, Reader
 from ..store.local import LocalStore
 from ..symbols import byteplanes as byteplanes  # its kernels load with this module, not in the first restore
 from .archive import Archive
-from .inputs import resolve_identity, token_ids
-from .transformers import take_cache
+from .fingerprint import require_plain_positions
+from .inputs import resolve_identity, take_row, token_ids
 
 Path = str | os.PathLike[str]
 
@@ -49,6 +48,9 @@ def save(
     profile: Profile | None = None,
     namespace: str = "",
     row: int = 0,
+    attention_mask: Any = None,
+    positions: Any = None,
+    next_position: int | None = None,
     embed_profile: bool = False,
 ) -> ArchiveInfo:
     """Write one sequence's cache to `path`, replacing an archive there at once.
@@ -62,20 +64,22 @@ def save(
             newest one that `kvcellar calibrate` made for this recipe and model.
         namespace: archives of different namespaces never see each other.
         row: which sequence of a batch.
+        attention_mask: 0 for the pads of a padded batch, (T,) or (B, T); only the row's real tokens are stored.
+        positions: the position ids the model used, (T,) or (B, T), one by one. Default: from 0 for the first real
+            token, as `generate` counts them from the mask.
+        next_position: the position of the token to come, where it is not the one behind the last: models whose images
+            take fewer positions than tokens. Such an archive restores only as a whole.
 
-    Raises MissingIdentity, TokensMismatch, InvalidInput, UnsupportedCache (naming the layer), InvalidRecipe,
-    ProfileMissing, ArchiveLocked, NotAnArchive (an existing file that is none is never replaced), StorageError.
+    Raises MissingIdentity, TokensMismatch, InvalidInput (also for a multimodal model without `next_position`),
+    UnsupportedCache (naming the layer), InvalidRecipe, ProfileMissing, ArchiveLocked, NotAnArchive (an existing file
+    that is none is never replaced), StorageError.
     """
     who = resolve_identity(model, identity)
     if who is None:
         raise MissingIdentity("save needs model= or identity=: without it, nothing could refuse a wrong restore")
-    kv, ids = take_cache(cache, row), token_ids(tokens, row)
-    if len(ids) != len(kv):
-        raise TokensMismatch(
-            f"the cache holds {len(kv)} tokens, {len(ids)} token ids were given. "
-            + ("After generate() the last token is not in the cache yet. " if len(ids) == len(kv) + 1 else "")
-            + ("Left-padded rows cannot be stored yet." if len(ids) < len(kv) else "")
-        )
+    if next_position is None and model is not None:
+        require_plain_positions(model)
+    kv, ids, first_position = take_row(cache, tokens, row, attention_mask, positions)
     chosen = find_recipe(recipe)
     if profile is None:
         profile = find_fitted(chosen, who, kv.geometry)
@@ -84,8 +88,9 @@ def save(
     pipeline = Pipeline(chosen, kv.geometry, profile)
     store, name = LocalStore.at(path)
     with _Replaceable(store, name), store.replacing(name) as pending:
-        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0)
-        write_archive(pending, manifest, blocks, profile.pack() if manifest.profile_embedded and profile else None)
+        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position)
+        embedded = profile.pack() if manifest.profile_embedded and profile else None
+        write_archive(pending, manifest, blocks, embedded, next_position)
     with ArchiveReader(store.open_reader(name), namespace) as archive:
         return describe(archive)
 

@@ -70,7 +70,7 @@ class RecipeConformance:
         tokens = np.arange(len(cache), dtype=np.int64)
         parts = Pipeline(self.recipe, cache.geometry, self.profile).encode(cache, tokens, 0)
         decoder = Pipeline(self.recipe, cache.geometry, self.profile)
-        out = allocate(cache.geometry, len(cache), range(LAYERS))
+        out = allocate(cache.geometry, dict.fromkeys(range(LAYERS), len(cache)))
         decoder.decode(range(len(parts)), [memoryview(part) for part in parts], tokens, 0, out)
         return KVCache(tuple(out[i] for i in range(LAYERS)))
 
