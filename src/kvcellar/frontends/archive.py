@@ -35,8 +35,15 @@ class Archive:
     """An open archive: a snapshot of its last commit. Use it as a context manager."""
 
     def __init__(
-        self, store: LocalStore, name: str, reader: ArchiveReader, identity: Identity | None, profile: Profile | None
+        self,
+        store: LocalStore,
+        name: str,
+        reader: ArchiveReader,
+        identity: Identity | None,
+        profile: Profile | None,
+        bos: int | None = None,
     ):
+        self._bos = bos
         self._store, self._name, self._identity, self._profile_argument = store, name, identity, profile
         self._reader: ArchiveReader | None = reader
         self._pipeline: Pipeline | None = None
@@ -95,7 +102,9 @@ class Archive:
             ids = token_ids(prompt, what="prompt")
             if not len(ids):
                 raise InvalidInput("the prompt has no token")
-            spans = [range(usable_prefix(reader, min(reader.match(ids)[0], len(ids) - 1)))]
+            matched = reader.match(ids)[0]
+            self._warn_of_second_bos(ids[matched : matched + 1])
+            spans = [range(usable_prefix(reader, min(matched, len(ids) - 1)))]
         else:
             spans = spans_of(positions, reader.tokens)
         if not reader.regular and sum(map(len, spans)) < reader.tokens:
@@ -150,6 +159,7 @@ class Archive:
         if kv.geometry != reader.manifest.geometry:
             raise InvalidInput(f"the cache has {_shape(kv.geometry)}, the archive {_shape(reader.manifest.geometry)}")
         if len(ids) > matched:
+            self._warn_of_second_bos(ids[matched : matched + 1])
             keep, blocks = self._extended(kv, ids, matched)
             append_blocks(reader.reader, reader, keep, blocks)
             if reader.reader.size() > 2 * reader.commit.live:
@@ -158,6 +168,14 @@ class Archive:
                 except (DamagedArchive, StorageError) as error:  # the append itself is safe; the next one tries again
                     warnings.warn(f"dead bytes stay for now: {error}", stacklevel=2)
         return self.info()
+
+    def _warn_of_second_bos(self, following: np.ndarray) -> None:
+        """Text tokenized as if it stood alone, and then added: the model never saw such a sequence."""
+        if self._bos is None or not len(self) or not len(following) or int(following[0]) != self._bos:
+            return
+        if int(self._open().block(0).head.tokens[0]) == self._bos:
+            message = f"what follows the stored tokens begins with a second beginning-of-sequence token {self._bos}"
+            warnings.warn(message, stacklevel=3)
 
     def _extended(self, kv: KVCache, ids: np.ndarray, stored: int) -> tuple[int, Iterator[NewBlock]]:
         """How many blocks stay, and the blocks that follow them: the tail joins in once it fills a block."""

@@ -158,7 +158,7 @@ def open(
         reader = ArchiveReader(handle, namespace)
         if who is not None and not allow_mismatch:
             require_same(reader.manifest.identity, who, str(path))
-        return Archive(store, name, reader, who, profile)
+        return Archive(store, name, reader, who, profile, getattr(getattr(model, "config", None), "bos_token_id", None))
     except BaseException:
         handle.close()
         raise
