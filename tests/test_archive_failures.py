@@ -295,3 +295,29 @@ def test_a_refused_look_at_the_old_file_does_not_keep_its_lock(path: Path, cache
             save(path, cache, ids, TOKENS)
     LocalStore(path.parent, lock_seconds=0).open_appender("a.kvc").close()
     assert same(contents_at(path), contents_of(cache, ids, 12))
+
+
+@pytest.mark.parametrize("lost", ["the commit", "its end mark", "its last byte"])
+def test_a_power_cut_leaves_zeros_where_the_commit_was_written(
+    lost: str, cache: list, make_ids: Callable, saved: Callable
+) -> None:
+    """The length of a file can reach the disk before its bytes do. One lost byte alone is damage."""
+    path = saved(prefix(cache, 20), make_ids(20), recipe=SMALL)
+    before = contents_at(path)
+    with kvcellar.open(path, identity="m", mode="a") as archive:
+        archive.append(cache, make_ids(TOKENS))
+    data = bytearray(path.read_bytes())
+    last = spans(bytes(data))[-1]
+    zeros = {"the commit": last.stop - last.start - 40, "its end mark": 16, "its last byte": 1}[lost]
+    data[-zeros:] = bytes(zeros)
+    path.write_bytes(data)
+    if zeros == 1:
+        with pytest.raises(DamagedArchive):
+            contents_at(path)
+        return
+    assert same(contents_at(path), before)
+    with kvcellar.open(path, identity="m", mode="a") as archive:
+        assert not archive.verify().ok  # it says that something follows
+        archive.append(cache, make_ids(TOKENS))
+        assert archive.verify().ok
+    assert same(contents_at(path), contents_of(cache, make_ids(TOKENS)))

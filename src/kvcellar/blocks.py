@@ -30,6 +30,8 @@ def encode_blocks(
 
     Only the last may be unsealed.
     """
+    if len(kv) != len(ids):
+        raise InvalidInput(f"{len(kv)} tokens and {len(ids)} ids of them")
     size = manifest.recipe.block
     position = first if position is None else position
     for start in range(0, len(ids), size):

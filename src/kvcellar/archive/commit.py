@@ -159,6 +159,8 @@ def _require_torn(reader: Reader, offset: int, size: int) -> None:
             return
         end = offset + FRAME_SIZE + head_length + 8 + body_length
         if tag == COMMIT and end == size:
+            if not any(reader.read(size - END_SIZE, END_SIZE)):
+                return  # its length reached the disk and its bytes did not: the power failed while it was written
             raise DamagedArchive(record_name(COMMIT, offset), "altered after it was written")
         offset = end
 

@@ -101,6 +101,8 @@ def require_plain_positions(model: Any) -> None:
 
 def _feed(model: Any, update: Callable[[Any], object]) -> None:
     update(frame("kvcellar-model/1", [canonical_json(_shaping_config(model.config))]))
+    if adapters := _adapters(model):
+        update(frame("adapters", [canonical_json(adapters)]))
     buffers = {name for name, _ in model.named_buffers()}
     tensors = dict(model.named_parameters())
     tensors |= {name: x for name, x in model.state_dict().items() if name in buffers}
@@ -116,6 +118,16 @@ def _shaping_config(config: Any) -> dict[str, Any]:
     """What the config says beyond its class's defaults, without what no cache depends on. JSON types only."""
     difference = config.to_diff_dict()
     return {key: _plain(value) for key, value in difference.items() if key not in _NEUTRAL}
+
+
+def _adapters(model: Any) -> list[Any]:
+    """What layers with adapters (PEFT) say beside their parameters: how strong, active, switched off, merged in."""
+    fields = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")
+    return [
+        [name, *(_plain(getattr(layer, field, None)) for field in fields)]
+        for name, layer in model.named_modules()
+        if hasattr(layer, "_active_adapter")
+    ]
 
 
 def _plain(value: Any) -> Any:

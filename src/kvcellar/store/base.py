@@ -41,7 +41,10 @@ class Reader(ABC):
 
 
 class Appender(Reader):
-    """An object open for reading and appending, held by this writer alone until closed."""
+    """An object open for reading and appending, held by this writer alone until closed.
+
+    A process forked meanwhile may read and close it; anything else raises StorageError there.
+    """
 
     @abstractmethod
     def append(self, data: bytes | memoryview) -> None:

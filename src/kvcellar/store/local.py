@@ -2,47 +2,50 @@
 
 A new file is written beside its goal under a name of its own, synced, and renamed over it, so that a reader sees
 the old version or the new one and never a half. Appending takes an advisory lock on the file itself (released by
-the kernel when its holder dies) and then checks that the name still leads to the locked file.
+the kernel when its holder dies) and then checks that the name still leads to the locked file. New files are locked
+likewise while they are written: one that nobody holds was left by a writer that died, and the next writer removes it.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import ArchiveLocked, ArchiveNotFound, InvalidInput, StorageError
+from ..errors import ArchiveLocked, ArchiveNotFound, InvalidInput, KVCellarError, StorageError
 from ..identity import require_text
 from .base import Appender, Pending, Reader, Store
 
 LOCK_SECONDS = 10.0
-_PENDING = ".kvcellar-"
+_PENDING = re.compile(r"\.kvcellar-\d+-[0-9a-f]{16}\.tmp")
 _CHUNK = 1 << 30
 _OPEN_FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """OSError as one of ours, with the file's name and the system's reason."""
+def _explained(name: str, *, creating: bool = False) -> Iterator[None]:
+    """OSError as one of ours, with the file's name and the system's reason. Nothing is missing where it is created."""
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError):
-        raise ArchiveNotFound(errno.ENOENT, f"no archive at {name}") from None
     except OSError as error:
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not creating:
+            raise ArchiveNotFound(errno.ENOENT, f"no archive at {name}") from None
         raise StorageError(error.errno, f"{name}: {error.strerror or error}") from error
 
 
 class LocalReader(Reader):
-    def __init__(self, path: Path, flags: int = os.O_RDONLY):
-        self.name = str(path)
+    def __init__(self, path: Path, flags: int = os.O_RDONLY, goal: Path | None = None, mode: int = 0o666):
+        """Open `path`; messages name `goal`, when it is a file on its way there; `mode` is that of a new file."""
+        self.name = str(goal or path)
         self._fd = -1
-        with _explained(self.name):
-            self._fd = os.open(path, flags | _OPEN_FLAGS)
+        with _explained(self.name, creating=bool(flags & os.O_CREAT)):
+            self._fd = os.open(path, flags | _OPEN_FLAGS, mode)
             try:
                 if not stat.S_ISREG(os.fstat(self._fd).st_mode):
                     raise OSError(errno.EINVAL, "not a regular file")
@@ -75,14 +78,19 @@ class LocalReader(Reader):
         return got
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):  # the descriptor is gone all the same, and what had to be durable was synced
+                os.close(fd)
 
 
 class LocalAppender(LocalReader, Appender):
-    def __init__(self, path: Path):
-        super().__init__(path, os.O_RDWR)
+    def __enter__(self) -> LocalAppender:
+        return self
+
+    def __init__(self, path: Path, flags: int = 0, goal: Path | None = None, mode: int = 0o666):
+        self.path, self._owner = path, os.getpid()
+        super().__init__(path, os.O_RDWR | flags, goal, mode)
         try:
             self._end = self.size()
         except BaseException:
@@ -106,7 +114,13 @@ class LocalAppender(LocalReader, Appender):
                 raise StorageError(errno.ENOLCK, f"{self.name}: cannot lock: {error}") from error
         self._end = self.size()
 
+    def _require_owner(self) -> None:
+        """A forked process shares file and lock with its parent, so that nothing else would keep the two apart."""
+        if os.getpid() != self._owner:
+            raise StorageError(errno.EPERM, f"{self.name} was opened for writing before a fork: open it again to write")
+
     def append(self, data: bytes | memoryview) -> None:
+        self._require_owner()
         with _explained(self.name):
             view = memoryview(data)
             while view:
@@ -115,14 +129,16 @@ class LocalAppender(LocalReader, Appender):
                 view = view[written:]
 
     def truncate(self, size: int) -> None:
+        self._require_owner()
         with _explained(self.name):
             os.ftruncate(self._fd, size)
             self._end = size
 
     def is_current(self) -> bool:
+        self._require_owner()
         with _explained(self.name):
             try:
-                return os.path.samestat(os.fstat(self._fd), os.stat(self.name))
+                return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
             except FileNotFoundError:
                 return False
 
@@ -130,47 +146,68 @@ class LocalAppender(LocalReader, Appender):
         with _explained(self.name):
             os.fsync(self._fd)
 
+    def close(self) -> None:
+        if self._fd >= 0 and os.getpid() == self._owner:
+            import portalocker
+
+            with suppress(portalocker.exceptions.LockException):  # never locked, or where there are no locks
+                portalocker.unlock(self._fd)  # or forked processes, which share the lock, would go on holding it
+        super().close()
+
 
 class LocalPending(Pending):
+    """A new file; it takes over the mode of the one it replaces, so that private archives stay private."""
+
+    _file: LocalAppender
+
     def __init__(self, goal: Path):
         self._goal = goal
-        self._path = goal.with_name(f"{_PENDING}{os.getpid()}-{secrets.token_hex(8)}.tmp")
-        self._size = 0
-        with _explained(str(goal)):
-            self._file = open(self._path, "xb", buffering=0)  # noqa: SIM115 (closed by commit or discard)
+        mode = _mode_of(goal)
+        while not self._create(0o666 if mode is None else mode):
+            pass
+        if mode is not None:
+            with suppress(OSError):  # places that keep no modes
+                os.chmod(self._path, mode)  # whatever the umask took away
+
+    def _create(self, mode: int) -> bool:
+        """Make and lock a new file; false when another writer took it for litter in between."""
+        self._path = self._goal.with_name(f".kvcellar-{os.getpid()}-{secrets.token_hex(8)}.tmp")
+        try:
+            self._file = LocalAppender(self._path, os.O_CREAT | os.O_EXCL, self._goal, mode)
+            with suppress(StorageError):  # a place without locks: nobody takes anything for litter there
+                self._file.lock(0.0)
+            if self._file.is_current():
+                return True
+        except ArchiveLocked:
+            pass
+        except BaseException:
+            self.discard()
+            raise
+        self._file.close()
+        return False
 
     def append(self, data: bytes | memoryview) -> None:
-        with _explained(str(self._goal)):
-            view = memoryview(data)
-            while view:
-                written = self._file.write(view[:_CHUNK])
-                view = view[written:]
-            self._size += len(data)
+        self._file.append(data)
 
     def size(self) -> int:
-        return self._size
+        return self._file.size()
 
     def commit(self) -> None:
-        with _explained(str(self._goal)):
-            os.fsync(self._file.fileno())
-            self._file.close()
-            os.replace(self._path, self._goal)
-            _sync_folder(self._goal.parent)
+        self.commit_and_hold().close()
 
     def commit_and_hold(self) -> LocalAppender:
-        held = LocalAppender(self._path)
-        try:
-            held.name = str(self._goal)
-            held.lock(0.0)
-            self.commit()
-        except BaseException:
-            held.close()
-            raise
-        return held
+        self._file.sync()
+        with _explained(str(self._goal), creating=True):
+            os.replace(self._path, self._goal)
+            self._file.path = self._goal
+            _sync_folder(self._goal.parent)
+        return self._file
 
     def discard(self) -> None:
-        self._file.close()
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # what cannot be removed now is litter for the next writer; another error is under way
+            os.unlink(self._path)
+        if hasattr(self, "_file"):
+            self._file.close()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -183,8 +220,15 @@ def _sync_folder(folder: Path) -> None:
             os.close(fd)
 
 
+def _mode_of(path: Path) -> int | None:
+    try:
+        return stat.S_IMODE(os.stat(path).st_mode)
+    except OSError:
+        return None
+
+
 def _is_pending(name: str) -> bool:
-    return name.startswith(_PENDING) and name.endswith(".tmp")
+    return _PENDING.fullmatch(name) is not None
 
 
 class LocalStore(Store):
@@ -225,7 +269,18 @@ class LocalStore(Store):
 
     def create(self, name: str) -> LocalPending:
         self.require_folder()
-        return LocalPending(self._path(name))
+        goal = self._path(name)
+        self._remove_litter()
+        return LocalPending(goal)
+
+    def _remove_litter(self) -> None:
+        """Remove what writers that were killed left unfinished: nobody holds the lock of such a file any more."""
+        with suppress(OSError):  # each of these steps may be refused; the next writer tries again
+            for entry in os.scandir(self.folder):
+                if _is_pending(entry.name) and entry.is_file(follow_symlinks=False):
+                    with suppress(KVCellarError), LocalAppender(Path(entry.path)) as left:
+                        left.lock(0.0)
+                        os.unlink(entry.path)
 
     def require_folder(self) -> None:
         """Raise StorageError unless there is a folder to write to."""
