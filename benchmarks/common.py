@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import json
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcellar.evaluate.machine import machine as machine
+from kvcellar.frontends.bench.speed import give_memory_back as give_memory_back
+from kvcellar.frontends.bench.speed import timed as timed
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -89,27 +90,6 @@ def _busy() -> float:
         return 0.0
     user, nice, system, _idle, _wait, irq, soft, steal, *_ = map(int, stat.read_text().split(maxsplit=11)[1:11])
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call; its result is freed after the time is taken."""
-    start = time.perf_counter()
-    result = call()
-    spent = time.perf_counter() - start
-    del result
-    return spent
-
-
-def give_memory_back() -> None:
-    """Hand what the allocator keeps of freed memory back to the system (glibc; elsewhere only collects garbage).
-
-    Otherwise repeats in a loop may get the very pages they had, which a program that restores once never does; a page
-    fault for each 4 KiB of 46 MB costs as much as decoding does.
-    """
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
 
 
 def summary(seconds: list[float], nbytes: int | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import models
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from baselines import allocation, klt, kvtc, rotary, text
+from baselines import allocation, calibration, klt, kvtc, rotary, text, validate_kvtc
 
 SHAPE = (2, 2, 8)
 BUDGETS = [4, 16, 48, 120]
@@ -38,7 +39,7 @@ def cache(tokens: int = 100, seed: int = 1, dtype: torch.dtype = torch.float32) 
 
 @pytest.fixture(scope="module")
 def state() -> kvtc.State:
-    return kvtc.fit(*rows(3000, 0), INV_FREQ, SHAPE, BUDGETS)
+    return calibration.fitted([rows(3000, 0)], INV_FREQ, SHAPE).state(BUDGETS)
 
 
 def error(left: rotary.Pairs, right: rotary.Pairs) -> float:
@@ -86,22 +87,46 @@ def test_sinks_and_recent_tokens_are_exact(state: kvtc.State, dtype: torch.dtype
 def test_coefficients_without_bits_cost_nothing(state: kvtc.State) -> None:
     """The same bytes whether the components without bits exist in the state or not."""
     data = kvtc.encode(cache(), state, 16)
-    bits, steps = state.plans[16]
-    used, split = bits > 0, state.key_basis.shape[1]
+    bits, _ = state.plans[16]
+    used = bits > 0
     assert 0 < int(used.sum()) < len(used)
-    small = kvtc.State(
-        state.key_mean,
-        state.key_basis[:, used[:split]],
-        state.value_mean,
-        state.value_basis[:, used[split:]],
-        INV_FREQ,
-        SHAPE,
-        {16: (bits[used], steps[used])},
-    )
+    small = state.only([16])
+    assert len(small.plans[16][0]) == int(used.sum()) == small.key_basis.shape[1] + small.value_basis.shape[1]
+    assert small.nbytes < state.nbytes
     packed = sum(-(-64 * int(bits[bits == b].sum()) // 8) for b in range(1, 9))
     assert packed <= 64 * 16 / 8 + 8
     assert kvtc.sizes(kvtc.encode(cache(), small, 16))[0] == pytest.approx(kvtc.sizes(data)[0], abs=8)
     torch.testing.assert_close(kvtc.decode(data, small), kvtc.decode(data, state))
+
+
+def test_calibration_does_not_depend_on_how_its_tokens_come() -> None:
+    """Moments in parts, around a mean far from zero, are those of the whole; so are the tokens that errors see."""
+    keys, values = (x + 100 for x in rows(700, 0))
+    whole = calibration.fitted([(keys, values)], INV_FREQ, SHAPE)
+    parts = calibration.fitted(zip(keys.split(99), values.split(99), strict=True), INV_FREQ, SHAPE)
+    assert whole.tokens == parts.tokens == 700
+    torch.testing.assert_close(whole.means[0], keys.mean(0))
+    for i, x in enumerate((keys, values)):
+        variances = (x - x.mean(0)).matmul(parts.bases[i]).square().mean(0)
+        torch.testing.assert_close(
+            variances, torch.linalg.eigvalsh(x.T.cov(correction=0)).flip(0), rtol=1e-2, atol=1e-4
+        )
+        torch.testing.assert_close(parts.errors[i][:6], whole.errors[i][:6], rtol=1e-2, atol=1e-4)
+
+
+def test_the_sample_of_many_tokens_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_SAMPLE", 10)
+    moments = calibration._Moments(1)
+    for part in torch.arange(95.0)[:, None].split(7):
+        moments.add(part)
+    assert moments.sample[:, 0].tolist() == list(range(0, 95, 8))
+
+
+def test_a_saved_calibration_gives_the_same_state(tmp_path: Path) -> None:
+    learned = calibration.fitted([rows(500, 0)], INV_FREQ, SHAPE)
+    learned.save(tmp_path / "learned.safetensors")
+    one, other = learned.state([48]), calibration.load(tmp_path / "learned.safetensors").state([48])
+    assert kvtc.encode(cache(), one, 48) == kvtc.encode(cache(), other, 48)
 
 
 def test_the_allocation_is_the_best_there_is() -> None:
@@ -149,7 +174,9 @@ def test_other_ropes_are_refused() -> None:
 def test_a_model_is_calibrated_and_its_cache_restored() -> None:
     model = models.llama()
     seen = torch.tensor([models.prompt(200, seed) for seed in range(4)])
-    state = kvtc.calibrate(model, seen, [40, 600])
+    learned = calibration.calibrated(model, seen)
+    assert learned.tokens == 4 * (200 - 36)
+    state = learned.state([40, 600])
     pairs = models.pairs(models.prefill(model, models.prompt(120, 9)))
     coarse, fine = (error(pairs, kvtc.decode(kvtc.encode(pairs, state, b), state)) for b in (40, 600))
     assert fine < coarse / 10
@@ -157,7 +184,11 @@ def test_a_model_is_calibrated_and_its_cache_restored() -> None:
 
 def test_damaged_bytes_and_unknown_budgets_are_refused(state: kvtc.State) -> None:
     data = kvtc.encode(cache(), state, 16)
-    for bad in (data[:-1], data + b"x", b"XXXX" + data[4:]):
+    payload = len(data) - kvtc.sizes(data)[0]
+    flipped = bytearray(data)
+    flipped[payload + 20] ^= 1
+    longer = data[: payload - 4] + b"\x09\0\0\0" + zlib.compress(b"1")
+    for bad in (b"", data[:10], data[:-1], data + b"x", b"XXXX" + data[4:], bytes(flipped), longer):
         with pytest.raises(ValueError, match="expected"):
             kvtc.decode(bad, state)
     with pytest.raises(ValueError, match="no plan for 17"):
@@ -189,3 +220,14 @@ def test_an_escape_costs_more_than_any_symbol_of_the_table() -> None:
 def test_detokenising() -> None:
     raw = ' = = Career = = \n He said " The Bill , 2 @,@ 000 @-@ odd ( 9 – 15 in ) " ; it \'s 4 @.@ 5 % . \n'
     assert text.detokenised(raw) == '== Career ==\nHe said "The Bill, 2,000-odd (9–15 in)"; it\'s 4.5%.\n'
+
+
+def test_bytes_at_a_divergence_are_read_off_the_curve() -> None:
+    points = [{"kl": k, "payload_b_per_token": 1474 * (k / 0.008) ** -0.5, "step": 1.0} for k in (0.001, 0.02, 0.1)]
+    first, second = validate_kvtc.compared(points)
+    assert first["ours"] == pytest.approx(1474)
+    assert (first["within"], first["inside"]) == (True, True)
+    assert second["ratio"] == pytest.approx(1474 * (0.035 / 0.008) ** -0.5 / 613)
+    assert not second["within"]
+    assert first["ratios_of_rounded_kl"] == pytest.approx([(0.0085 / 0.008) ** -0.5, (0.0075 / 0.008) ** -0.5])
+    assert not validate_kvtc.compared(points[1:])[0]["inside"]

@@ -67,6 +67,8 @@ def rigged(local: LocalModel, sentence: str, by: float) -> LocalModel:
 
     @dataclass
     class SteeredModel:
+        dtype = torch.float32
+
         config: Any
 
         def __call__(self, given: Tensor, **settings: Any) -> Any:

@@ -57,7 +57,7 @@ def fit(keys: Tensor, values: Tensor, shape: tuple[int, int, int], group: int = 
     for x in _split(keys, values, shape, group):
         mean = x.mean(0)
         centred = x - mean
-        variance, basis = principal(centred)
+        variance, basis = principal(centred.T @ centred / len(centred))
         means.append(mean)
         bases.append(basis)
         variances.append(variance)
@@ -65,9 +65,9 @@ def fit(keys: Tensor, values: Tensor, shape: tuple[int, int, int], group: int = 
     return GroupedKLT(means, bases, variances, training, shape)
 
 
-def principal(centred: Tensor) -> tuple[Tensor, Tensor]:
-    """Variances (P,), falling, and eigenvectors (P, P) of centred data (N, P)."""
-    variance, basis = torch.linalg.eigh(centred.T @ centred / len(centred))
+def principal(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Variances (P,), falling, and eigenvectors (P, P) of a covariance (P, P)."""
+    variance, basis = torch.linalg.eigh(covariance)
     return variance.flip(0).clamp(min=0), basis.flip(1).contiguous()
 
 

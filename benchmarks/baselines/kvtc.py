@@ -15,24 +15,22 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from .allocation import allocate, centres, distortions, levels
-from .klt import principal
-from .rotary import Pairs, frequencies, layers, matrices
+from .allocation import centres, levels
+from .rotary import Pairs, layers, matrices
 
 SINKS, RECENT = 4, 32
 _HEADER = struct.Struct("<4sBBIHHIHHHI")
+HEADER_BYTES = _HEADER.size
 _MAGIC, _VERSION = b"KVTC", 1
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # float32: exact tokens are kept as float16
-_SAMPLE = 4096  # calibration tokens on which distortions are measured
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # float32: exact tokens are kept as float16
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,18 @@ class State:
         named |= {n: getattr(self, n) for n in _TENSORS} | {"shape": torch.tensor(self.shape)}
         safetensors.torch.save_file({n: x.contiguous() for n, x in named.items()}, path)
 
+    def only(self, budgets: list[int]) -> State:
+        """The same for some of its budgets, without the components that they do not use."""
+        plans = {b: _plan(self, b) for b in budgets}
+        used = torch.stack([bits for bits, _ in plans.values()]).amax(0) > 0
+        of_keys, of_values = used.split((self.key_basis.shape[1], self.value_basis.shape[1]))
+        return replace(
+            self,
+            key_basis=self.key_basis[:, of_keys].contiguous(),
+            value_basis=self.value_basis[:, of_values].contiguous(),
+            plans={b: (bits[used], steps[used]) for b, (bits, steps) in plans.items()},
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of means, bases and one plan."""
@@ -72,59 +82,6 @@ def load(path: Path) -> State:
     return State(*(named[n] for n in _TENSORS), (count, heads, width), plans)
 
 
-@torch.inference_mode()
-def gather(model: Any, token_windows: Tensor, sinks: int = SINKS) -> tuple[Tensor, Tensor]:
-    """Pre-RoPE keys and values, float32 (N, L·H·D) each, of windows int64 (W, T) without the first `sinks` tokens."""
-    from transformers import DynamicCache
-
-    inv_freq, parts = frequencies(model), []
-    for window in token_windows:
-        cache = DynamicCache()
-        model(window[None], cache=cache, use_cache=True, logits_to_keep=1)
-        pairs = [(layer.keys, layer.values) for layer in cache.layers]
-        parts.append(matrices(pairs, inv_freq, sinks, len(window)))
-    return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
-
-
-def calibrate(model: Any, token_windows: Tensor, budgets: list[int], sinks: int = SINKS) -> State:
-    """State for `budgets` (bits per token before DEFLATE) from windows int64 (W, T) read by a Llama model."""
-    config = model.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = (config.num_hidden_layers, config.num_key_value_heads, width)
-    return fit(*gather(model, token_windows, sinks), frequencies(model), shape, budgets)
-
-
-def fit(keys: Tensor, values: Tensor, inv_freq: Tensor, shape: tuple[int, int, int], budgets: list[int]) -> State:
-    """The same from pre-RoPE keys and values, float32 (N, L·H·D). Components that no budget uses are not kept."""
-    bases, errors, steps = [], [], []
-    for x in (keys, values):
-        mean = x.mean(0)
-        _, basis = principal(x - mean)
-        sample = x[:: max(1, len(x) // _SAMPLE)] - mean
-        error, step = distortions(sample @ basis)
-        bases.append((mean, basis))
-        errors.append(error)
-        steps.append(step)
-    chosen = allocate(torch.cat(errors).double().numpy(), budgets)
-    return _kept(bases, steps, inv_freq, shape, {b: torch.from_numpy(bits) for b, bits in chosen.items()})
-
-
-def _kept(
-    bases: list[tuple[Tensor, Tensor]],
-    steps: list[Tensor],
-    inv_freq: Tensor,
-    shape: tuple[int, int, int],
-    chosen: dict[int, Tensor],
-) -> State:
-    (key_mean, key_basis), (value_mean, value_basis) = bases
-    width = key_basis.shape[1]
-    used = torch.stack(list(chosen.values())).amax(0) > 0
-    step = torch.cat(steps)
-    plans = {b: (bits[used], step.gather(1, bits.long()[:, None])[used, 0]) for b, bits in chosen.items()}
-    key_basis, value_basis = key_basis[:, used[:width]].contiguous(), value_basis[:, used[width:]].contiguous()
-    return State(key_mean, key_basis, value_mean, value_basis, inv_freq, shape, plans)
-
-
 def encode(pairs: Pairs, state: State, budget: int, sinks: int = SINKS, recent: int = RECENT) -> bytes:
     """All of the cache, (1, H, T, D) keys and values per layer; `budget` is one that the state has a plan for."""
     dtype, tokens = pairs[0][0].dtype, pairs[0][0].shape[2]
@@ -140,7 +97,7 @@ def encode(pairs: Pairs, state: State, budget: int, sinks: int = SINKS, recent: 
         parts.append(np.packbits(np.unpackbits(numbers[..., None], axis=-1)[..., 8 - width :]).tobytes())
     payload = zlib.compress(b"".join(parts), 9)
     exact = _exact(pairs, start, stop)
-    code = _DTYPES.index(dtype)
+    code = DTYPES.index(dtype)
     head = _HEADER.pack(_MAGIC, _VERSION, code, tokens, start, tokens - stop, budget, *state.shape, len(payload))
     return head + exact + payload
 
@@ -152,18 +109,20 @@ def sizes(data: bytes) -> tuple[int, int]:
 
 def decode(data: bytes, state: State) -> Pairs:
     """Keys and values (1, H, T, D) per layer, in the dtype they had. Raises ValueError for bytes that are not whole."""
+    if len(data) < _HEADER.size:
+        raise ValueError(f"{len(data)} bytes, expected at least {_HEADER.size}")
     magic, version, code, tokens, sinks, recent, budget, *shape, length = _HEADER.unpack_from(data)
-    if (magic, version, tuple(shape)) != (_MAGIC, _VERSION, state.shape) or code >= len(_DTYPES):
+    if (magic, version, tuple(shape)) != (_MAGIC, _VERSION, state.shape) or code >= len(DTYPES):
         raise ValueError(f"version {version}, shape {shape}: expected {_VERSION}, {state.shape}")
     exact_bytes = 4 * (sinks + recent) * shape[0] * shape[1] * shape[2]
     if len(data) != _HEADER.size + exact_bytes + length:
         raise ValueError(f"{len(data)} bytes, expected {_HEADER.size + exact_bytes + length}")
     coded = tokens - sinks - recent
     bits, steps = _plan(state, budget)
-    packed = np.frombuffer(zlib.decompress(data[_HEADER.size + exact_bytes :]), np.uint8)
+    packed = _inflated(data[_HEADER.size + exact_bytes :], sum(_packed_size(b, c, coded) for b, c in _widths(bits)))
     coefficients, at = torch.zeros(coded, len(bits)), 0
     for width, columns in _widths(bits):
-        size = -(-len(columns) * coded * width // 8)
+        size = _packed_size(width, columns, coded)
         flat = np.unpackbits(packed[at : at + size], count=len(columns) * coded * width)
         numbers = np.packbits(np.pad(flat.reshape(-1, width), ((0, 0), (8 - width, 0))), axis=-1)
         numbers = torch.from_numpy(numbers.reshape(len(columns), coded)).T
@@ -178,7 +137,7 @@ def decode(data: bytes, state: State) -> Pairs:
         sinks,
     )
     raw = data[_HEADER.size : _HEADER.size + exact_bytes]
-    return _joined(middle, raw, sinks, recent, _DTYPES[code])
+    return _joined(middle, raw, sinks, recent, DTYPES[code])
 
 
 def _plan(state: State, budget: int) -> tuple[Tensor, Tensor]:
@@ -195,6 +154,22 @@ def _coded(tokens: int, sinks: int, recent: int) -> tuple[int, int]:
 def _widths(bits: Tensor) -> list[tuple[int, Tensor]]:
     """Each width but zero, with the columns that have it."""
     return [(b, (bits == b).nonzero()[:, 0]) for b in range(1, 9) if bool((bits == b).any())]
+
+
+def _packed_size(width: int, columns: Tensor, coded: int) -> int:
+    return -(-len(columns) * coded * width // 8)
+
+
+def _inflated(payload: bytes, size: int) -> np.ndarray:
+    """The `size` bytes that DEFLATE made into `payload`, and no more than that whatever it says."""
+    inflate = zlib.decompressobj()
+    try:
+        packed = inflate.decompress(payload, size + 1)
+    except zlib.error as error:
+        raise ValueError(f"damaged payload ({error}), expected DEFLATE") from None
+    if len(packed) != size or not inflate.eof or inflate.unused_data:
+        raise ValueError(f"{len(packed)} bytes of packed bits, expected {size}")
+    return np.frombuffer(packed, np.uint8)
 
 
 def _exact(pairs: Pairs, start: int, stop: int) -> bytes:

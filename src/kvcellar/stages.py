@@ -1,4 +1,7 @@
-"""What a stage is: one small base class per kind, and the closed list of stages a recipe may name.
+"""What a stage is: one small base class per kind, and which stages a recipe may name.
+
+A recipe may name the stages of the closed list below, those `register` added in this process, and those of installed
+packages (`installed`; docs/adding-a-stage.md says how to write one).
 
 The closed loop of a block walks its layer groups from shallow to deep (`pipeline.py`); for each it asks
 `Predictor` → `Transform` → `Quantizer` → `SymbolCoder`. The types forbid another order: predictors and transforms
@@ -11,11 +14,14 @@ A group's values are a list of tensors (H, T, D): keys and values of its layers 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import InvalidRecipe
+from .errors import InvalidRecipe, KVCellarError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,10 +147,20 @@ class Residual(ABC):
         """Fill `out` from the symbols in `buffers(out)` and the prediction."""
 
 
+KINDS: dict[str, type[Stage]] = {
+    "predict": Predictor,
+    "transform": Transform,
+    "quantize": Quantizer,
+    "symbols": SymbolCoder,
+}
+ENTRY_POINTS = "kvcellar.stages"
 Factory = Callable[..., Any]
 _STAGES: dict[tuple[str, str], str | Factory] = {
     ("symbols", "byteplanes-zstd/1"): "kvcellar.symbols.byteplanes:BytePlanes",
 }
+
+
+_loaded: dict[tuple[str, str], type[Stage]] = {}  # installed stages this process has found: looking takes a while
 
 
 def register(kind: str, stage: type[Stage]) -> None:
@@ -154,14 +170,77 @@ def register(kind: str, stage: type[Stage]) -> None:
 
 
 def build(kind: str, settings: Mapping[str, Any] | None) -> Any:
-    """The stage a recipe names, or None. Raises InvalidRecipe for an id or setting nobody registered."""
+    """The stage a recipe names, or None.
+
+    Raises InvalidRecipe for an id that is neither listed, registered nor installed, for an installed stage that
+    cannot be used, and for settings the stage does not take.
+    """
     if settings is None:
         return None
-    factory = _STAGES.get((kind, settings["id"]))
-    if factory is None:
-        known = sorted(name for k, name in _STAGES if k == kind)
-        raise InvalidRecipe(f"unknown {kind} stage {settings['id']!r}; known: {', '.join(known) or 'none'}")
+    stage_id = settings["id"]
+    factory = _STAGES.get((kind, stage_id)) or _loaded.get((kind, stage_id)) or _load_installed(kind, stage_id)
     if isinstance(factory, str):
         module, name = factory.split(":")
         factory = getattr(importlib.import_module(module), name)
-    return factory(**{key: value for key, value in settings.items() if key != "id"})
+    try:
+        return factory(**{key: value for key, value in settings.items() if key != "id"})
+    except KVCellarError:
+        raise
+    except Exception as error:
+        raise InvalidRecipe(f"{kind} stage {stage_id!r} refuses its settings: {_said(error)}") from error
+
+
+def installed(kind: str) -> dict[str, list[importlib.metadata.EntryPoint]]:
+    """Stages of `kind` that installed packages offer, by id: entry points ``kind:id`` of the group `ENTRY_POINTS`.
+
+    A recipe may come out of a file that nobody trusts, so its ids are only compared with the names listed here and
+    never imported, joined to a path or searched for anywhere else: the most a file can do is choose among packages
+    that whoever runs this has installed. The folder one happens to be in is left out, because a download may lie
+    there, beside its own metadata.
+    """
+    here = os.path.realpath(os.getcwd())
+    folders = [entry for entry in sys.path if entry and os.path.realpath(entry) != here]
+    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    packages = set()
+    for package in importlib.metadata.distributions(path=folders):
+        try:
+            name, points = package.name, package.entry_points.select(group=ENTRY_POINTS)
+        except Exception:  # a package whose metadata cannot be read offers nothing, and must not hinder others
+            continue
+        if name in packages:  # behind another of its name, as a module of that name would be
+            continue
+        packages.add(name)
+        for point in points:
+            its_kind, _, stage_id = point.name.partition(":")
+            if its_kind == kind and stage_id:
+                found.setdefault(stage_id, []).append(point)
+    return found
+
+
+def _load_installed(kind: str, stage_id: str) -> Factory:
+    """The installed stage class with this id. Raises InvalidRecipe unless there is just one and it is one."""
+    offered = installed(kind)
+    points = offered.get(stage_id, [])
+    what = f"{kind} stage {stage_id[:80]!r}"
+    if not points:
+        known = sorted({name for k, name in _STAGES if k == kind} | set(offered))
+        raise InvalidRecipe(f"unknown {what}; known: {', '.join(known) or 'none'}")
+    if len(points) > 1:
+        packages = ", ".join(sorted(point.dist.name if point.dist else "?" for point in points))
+        raise InvalidRecipe(f"{what} is offered by more than one package: {packages}")
+    origin = f"{what}, installed as {points[0].value}"
+    try:
+        stage = points[0].load()
+    except Exception as error:  # whatever a package does when it is imported
+        raise InvalidRecipe(f"{origin}, cannot be loaded: {_said(error)}") from error
+    base = KINDS.get(kind)
+    if base is None or not isinstance(stage, type) or not issubclass(stage, base):
+        raise InvalidRecipe(f"{origin}, is no {base.__name__ if base else 'stage that recipes can use yet'}")
+    if getattr(stage, "id", None) != stage_id:
+        raise InvalidRecipe(f"{origin}, calls itself {getattr(stage, 'id', None)!r}")
+    _loaded[kind, stage_id] = stage
+    return stage
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -103,7 +103,8 @@ class BlockHead:
             offset += 32 if present else 0
         geometry, offset = Geometry.unpack(data, offset, part)
         sliding = len(set(geometry.sliding_runs.values()))
-        held = tuple(_HELD.iter_unpack(data[offset : offset + _HELD.size * sliding]))
+        packed = data[offset : offset + _HELD.size * sliding]
+        held = tuple(_HELD.iter_unpack(packed)) if len(packed) == _HELD.size * sliding else ()
         offset += _HELD.size * sliding
         if len(held) != sliding or any(not first <= stop <= count for first, stop in held):
             raise DamagedArchive(part, f"its sliding layers hold {held} of {count} tokens")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -35,6 +35,7 @@ class RepairReport:
     more there are known to have been; `certain` when something intact says where the archive ended, so that these are
     all. `problems`: (part, problem) of everything damaged. `damaged`: lost blocks; `out_of_reach`: intact ones behind
     a gap. `profile_lost`: the embedded profile is damaged, so the new file needs it from elsewhere.
+    `position_assumed`: no intact commit says which position the next token has, so it is taken to follow the last one.
     """
 
     path: str
@@ -44,6 +45,7 @@ class RepairReport:
     lost: int = 0
     certain: bool = True
     profile_lost: bool = False
+    position_assumed: bool = False
     problems: tuple[tuple[str, str], ...] = ()
     damaged: tuple[Piece, ...] = ()
     out_of_reach: tuple[Piece, ...] = ()
@@ -76,10 +78,12 @@ def repair(
         survey = Survey(reader, namespace, like)
         chain, out_of_reach = _run(survey)
         out = None
+        position, assumed = _next_position(survey, chain)
         if chain:
             with goal() as (out, pending):
-                write_archive(pending, survey.manifest, _new_blocks(survey, chain), survey.profile)
-        return _report(survey, out, chain[-1].stop if chain else 0, out_of_reach)
+                write_archive(pending, survey.manifest, _new_blocks(survey, chain), survey.profile, position)
+        report = _report(survey, out, _end(chain), out_of_reach)
+        return replace(report, position_assumed=assumed)
 
 
 def _sound(store: Store, name: str, namespace: str) -> int | None:
@@ -127,6 +131,22 @@ def _fits(chain: list[Found], block: Found, size: int) -> bool:
 
 def _end(chain: list[Found]) -> int:
     return chain[-1].stop if chain else 0
+
+
+def _next_position(survey: Survey, chain: list[Found]) -> tuple[int | None, bool]:
+    """The position of the token behind `chain`, None for the one behind its last token's; whether that is a guess.
+
+    It follows from any commit of as many tokens or fewer, since appended tokens take one position each; from a commit
+    of more tokens only where all positions follow one by one.
+    """
+    tokens = _end(chain)
+    earlier = [end for end in survey.positions if 0 < end <= tokens]
+    if earlier:
+        return survey.positions[max(earlier)] - max(earlier) + tokens, False
+    if not chain or not survey.positions:
+        return None, bool(chain)
+    begin, end = survey.head(chain[0].offset)[0].first_position, min(survey.positions)
+    return None, survey.positions[end] != begin + end
 
 
 def _new_blocks(survey: Survey, chain: list[Found]) -> Iterator[NewBlock]:

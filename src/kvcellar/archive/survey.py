@@ -65,6 +65,7 @@ class Survey:
         self.damaged: list[Piece] = []
         self.named: dict[int, tuple[int, int, int]] = {}  # by offset of a block: start, stop, checksum of its head
         self.ends: set[int] = set()  # numbers of tokens that an intact index or commit speaks of
+        self.positions: dict[int, int] = {}  # by number of tokens, the next position an intact commit states
         self._embedded: bytes | None = None
         foreign = self._header()
         manifest = self._manifest(namespace)
@@ -125,6 +126,7 @@ class Survey:
                     commit = read_commit(self.reader, start, end)
                     self._name(commit.added)
                     self.ends.add(commit.tokens)
+                    self.positions[commit.tokens] = commit.next_position
                 elif tag == PROFILE:
                     self._take_profile(start, end)
             except DamagedArchive as damage:

@@ -47,6 +47,7 @@ class Archive:
         self._store, self._name, self._identity, self._profile_argument = store, name, identity, profile
         self._reader: ArchiveReader | None = reader
         self._pipeline: Pipeline | None = None
+        self._seen = np.empty(0, np.int64)  # all stored ids, once this handle appended a whole sequence
 
     @property
     def path(self) -> str:
@@ -137,11 +138,18 @@ class Archive:
             raise InvalidInput(f"of tokens {start}…{stop} layer {index}, which slides, holds {runs or 'none'}")
         return kv.keys, kv.values
 
-    def append(self, cache: Any, tokens: Any, *, row: int = 0) -> ArchiveInfo:
+    def append(self, cache: Any, tokens: Any, *, row: int = 0, start: int = 0) -> ArchiveInfo:
         """Add the tokens of `cache` that the archive does not hold yet; `tokens` are all T ids of `cache`.
 
         Stored tokens keep their stored values; only new ones are coded. After an error the archive is as before.
-        Raises InvalidInput (mode, geometry), TokensMismatch when the ids do not extend the stored ones,
+
+        Args:
+            row: which sequence of a batch.
+            start: index in the sequence of the first token of `cache` and `tokens`; at most the number of stored
+                tokens. With ``start=len(archive)`` they hold the new tokens alone, and the cost does not grow with
+                the archive; nothing then compares the ids before them.
+
+        Raises InvalidInput (mode, geometry, start), TokensMismatch when the ids do not extend the stored ones,
         MissingIdentity, UnsupportedCache, StorageError.
         """
         reader = self._open()
@@ -152,16 +160,20 @@ class Archive:
         kv, ids = take_cache(cache, row), token_ids(tokens, row)
         if len(ids) != len(kv):
             raise TokensMismatch(f"the cache holds {len(kv)} tokens, {len(ids)} token ids were given")
-        matched, stored = reader.match(ids)
+        if isinstance(start, bool) or not isinstance(start, (int, np.integer)) or not 0 <= start <= reader.tokens:
+            raise InvalidInput(f"tokens from {start!r} on; the archive holds {reader.tokens}: start lies in 0…that")
+        matched, stored = (reader.tokens, None) if self._knows(ids, start) else reader.match(ids, start)
         if matched < reader.tokens:
-            what = "the ids end there" if stored is None else f"stored id {stored}, given {int(ids[matched])}"
+            what = "the ids end there" if stored is None else f"stored id {stored}, given {int(ids[matched - start])}"
             raise TokensMismatch(f"the ids must extend the {reader.tokens} stored ones; they part at {matched}: {what}")
         if kv.geometry != reader.manifest.geometry:
             raise InvalidInput(f"the cache has {_shape(kv.geometry)}, the archive {_shape(reader.manifest.geometry)}")
-        if len(ids) > matched:
-            self._warn_of_second_bos(ids[matched : matched + 1])
-            keep, blocks = self._extended(kv, ids, matched)
+        if start + len(ids) > matched:
+            new, new_ids = kv.tokens(matched - start, len(ids)), ids[matched - start :]
+            self._warn_of_second_bos(new_ids)
+            keep, blocks = self._extended(new, new_ids, matched)
             append_blocks(reader.reader, reader, keep, blocks)
+            self._seen = ids if start == 0 else self._seen[:0]
             if reader.reader.size() > 2 * reader.commit.live:
                 try:
                     self.compact()
@@ -177,17 +189,22 @@ class Archive:
             message = f"what follows the stored tokens begins with a second beginning-of-sequence token {self._bos}"
             warnings.warn(message, stacklevel=3)
 
-    def _extended(self, kv: KVCache, ids: np.ndarray, stored: int) -> tuple[int, Iterator[NewBlock]]:
-        """How many blocks stay, and the blocks that follow them: the tail joins in once it fills a block."""
+    def _knows(self, ids: np.ndarray, start: int) -> bool:
+        """Whether `ids` begin with all stored ones, without reading any: true only when this handle wrote the last."""
+        known = len(self._seen)
+        return start == 0 and 0 < known == len(self) and np.array_equal(self._seen, ids[:known])
+
+    def _extended(self, new: KVCache, ids: np.ndarray, stored: int) -> tuple[int, Iterator[NewBlock]]:
+        """How many blocks stay, and the blocks of the `new` tokens behind them: the tail joins in once it fills one."""
         reader, size = self._open(), self._open().manifest.recipe.block
         sealed = int(np.count_nonzero(reader.entries["sealed"]))
         tail_start = sealed * size
-        if len(ids) - tail_start < size:
-            return len(reader.entries), self._blocks(kv.tokens(stored, len(ids)), ids[stored:], stored)
-        joined = kv.tokens(tail_start, len(ids))
+        if stored + len(ids) - tail_start < size:
+            return len(reader.entries), self._blocks(new, ids, stored)
         if stored > tail_start:
-            joined = self._stored(tail_start, stored).followed_by(kv.tokens(stored, len(ids)))
-        return sealed, self._blocks(joined, ids[tail_start:], tail_start)
+            new = self._stored(tail_start, stored).followed_by(new)
+            ids = np.concatenate([*(block.head.tokens for block in reader.blocks(tail_start, stored)), ids])
+        return sealed, self._blocks(new, ids, tail_start)
 
     def _stored(self, start: int, stop: int) -> KVCache:
         """Tokens `start`…`stop` as a cache; of a sliding layer the last run that is stored."""
@@ -229,7 +246,8 @@ class Archive:
             yield NewBlock(block.head, reader.read_parts(block, range(len(block.head.parts))))
         start = sealed * reader.manifest.recipe.block
         if start < reader.tokens:
-            yield from self._blocks(self._stored(start, reader.tokens), reader.token_ids()[start:], start)
+            ids = np.concatenate([block.head.tokens for block in reader.blocks(start, reader.tokens)])
+            yield from self._blocks(self._stored(start, reader.tokens), ids, start)
 
     def info(self) -> ArchiveInfo:
         """What `kvcellar info` prints."""

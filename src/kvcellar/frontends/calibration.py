@@ -22,7 +22,7 @@ from ..errors import InvalidInput, KVCellarError
 from ..evaluate.texts import Document, standard_library, texts_from_files
 from ..identity import Identity
 from ..profile import home
-from .cli.models import LocalModel, empty_cache
+from .cli.models import LocalModel, empty_cache, held_in
 from .library import open as open_archive
 from .library import save
 from .transformers import take_cache
@@ -77,7 +77,8 @@ def _windows_of(documents: Sequence[Document], encode: Callable[[str], Sequence[
 
 def collect(local: LocalModel, cuts: Sequence[Cut], progress: Progress) -> Calibration:
     """Run the model over every window that is not on disk yet; the caches are read back one at a time."""
-    runtime = f"torch{torch.__version__}-threads{torch.get_num_threads()}"
+    dtype = str(local.model.dtype).removeprefix("torch.")
+    runtime = f"torch{torch.__version__}-{dtype}-threads{torch.get_num_threads()}"
     folder = home() / "calibration" / f"{local.identity.digest[:16]}-{runtime}"
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{_name(piece)}.kvc" for piece in cuts]
@@ -87,6 +88,7 @@ def collect(local: LocalModel, cuts: Sequence[Cut], progress: Progress) -> Calib
             for file, piece in todo:
                 cache = empty_cache()
                 local.prefill(list(piece.ids), cache, quiet=True)
+                held_in(cache, getattr(local, "cache_dtype", local.model.dtype))
                 save(file, cache, tokens=piece.ids, identity=local.identity)
                 advance(1)
     samples = [

@@ -8,7 +8,7 @@ Tried on: CPU, transformers 5.24. Tensors on other devices are copied to the CPU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -69,6 +69,7 @@ def _layers(cache: Any) -> list[_Layer | None]:
     if hasattr(cache, "self_attention_cache"):
         raise UnsupportedCache(f"{type(cache).__name__}: cross-attention caches cannot be stored yet")
     if hasattr(cache, "layers"):
+        _refuse_more_than_layers(cache)
         layers = [_from_layer(index, layer) for index, layer in enumerate(cache.layers)]
         missing = [i for i, layer in enumerate(layers) if layer is not None and layer.keys is None]
         if missing and len(missing) < sum(layer is not None for layer in layers):
@@ -83,6 +84,21 @@ def _layers(cache: Any) -> list[_Layer | None]:
     raise InvalidInput(
         f"{type(cache).__name__} is no cache: expected a transformers cache, (keys, values) pairs, KVCache"
     )
+
+
+def _refuse_more_than_layers(cache: Any) -> None:
+    """Raise UnsupportedCache for a cache that keeps tensors anywhere but in its layers, as MiniMax's does."""
+    for name, value in getattr(cache, "__dict__", {}).items():
+        if name != "layers" and _holds_tensors(value):
+            raise UnsupportedCache(
+                f"{type(cache).__name__} keeps {name} beside its layers, which this version does not store"
+            )
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensors, value)))
 
 
 def _from_layer(index: int, layer: Any) -> _Layer | None:
@@ -170,6 +186,8 @@ def give_cache(
     try:
         from transformers import DynamicCache
         from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+        from .selected import SelectedLayer
     except ImportError as error:
         raise MissingExtra("a transformers cache needs the extra: pip install 'kvcellar[hf]'") from error
     cache = DynamicCache()
@@ -181,7 +199,7 @@ def give_cache(
         if index in layers:
             keys, values = _placed(index, layers[index], dtype, device)
             if kind.kind == FULL and keys.shape[2] != length:
-                layer = _selected_layer()(length)
+                layer = SelectedLayer(length)
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
             if kind.kind == SLIDING:
@@ -257,39 +275,12 @@ def _converted(x: Tensor, dtype: torch.dtype | None, device: torch.device | str 
                 f"{where}: {x[x.isfinite()].abs().max().item():g} does not fit {dtype}; stored as {x.dtype}"
             )
         x = converted
-    return x.to(device) if device is not None else x
-
-
-def _selected_layer() -> Callable[[int], Any]:
-    """The layer class for caches that hold fewer keys than positions, made when transformers is there."""
-    from transformers.cache_utils import DynamicLayer
-
-    class SelectedLayer(DynamicLayer):  # type: ignore[misc]
-        """Keys of selected positions; `logical_length` counts all positions, held or not."""
-
-        is_croppable = False
-
-        def __init__(self, logical_length: int):
-            super().__init__()
-            self.logical_length = logical_length
-
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            self.logical_length += key_states.shape[-2]
-            keys, values = super().update(key_states, value_states, *args, **kwargs)
-            return keys, values
-
-        def reset(self) -> None:
-            super().reset()
-            self.logical_length = 0
-
-        def get_seq_length(self) -> int:
-            return self.logical_length
-
-        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-            held = self.keys.shape[-2] if self.is_initialized else 0
-            return held + query_length, self.logical_length - held
-
-    return SelectedLayer
+    try:
+        return x.to(device) if device is not None else x
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, RuntimeError) as error:  # torch's words for a device that is unknown or not there
+        raise InvalidInput(f"{where} cannot be put on device {device!r}: {error}") from error
 
 
 def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:

@@ -14,16 +14,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...calibrate import find_fitted
 from ...evaluate.tasks import Task
+from ...geometry import Geometry
 from ...recipe import Recipe
 from ...store.local import LocalStore
 from ..cli.common import progress
-from ..cli.models import LocalModel, empty_cache
+from ..cli.models import LocalModel, empty_cache, held_in
 from ..library import open as open_archive
 from ..library import save
-from .peers import PEERS
+from .peers import coded_by, gives_cache
 from .reference import References, empty_positions
-from .run import FLOOR_EMPTY, ROW, Scorer, source_digest
+from .run import FLOOR_EMPTY, ROW, Scorer, peer_folder, result_folder
 from .tasks import Scored, retained, scored
 
 
@@ -45,14 +47,20 @@ class TaskBench:
     def _refer(self, task: Task) -> dict[str, Any]:
         cache, ids = empty_cache(), self.local.encode(task.context, continues=True)
         self.local.prefill(ids, cache, quiet=True)
+        held_in(cache, getattr(self.local, "cache_dtype", self.local.model.dtype))
         save(self._archive(task), cache, tokens=ids, identity=self.local.identity)
         with open_archive(self._archive(task), identity=self.local.identity) as archive:
             sparse: Any = archive.restore(positions=empty_positions(len(ids))).cache
         return {"full": scored(self.local, cache, task), "empty": scored(self.local, sparse, task)}
 
+    def _geometry(self) -> Geometry:
+        with open_archive(self._archive(self.tasks[0])) as archive:
+            return archive.manifest.geometry
+
     def recipe(self, recipe: Recipe) -> list[dict[str, Any]]:
         """Rows of a recipe. Raises KVCellarError when its file cannot be decoded."""
         scorer: list[Scorer] = []
+        profile = find_fitted(recipe, self.local.identity, self._geometry())
 
         def ask(task: Task) -> dict[str, Any]:
             if not scorer:
@@ -61,25 +69,28 @@ class TaskBench:
                 path = Path(scratch) / "task.kvc"
                 with open_archive(self._archive(task), identity=self.local.identity) as original:
                     tokens, cache = original.tokens, original.restore().cache
-                save(path, cache, tokens=tokens, identity=self.local.identity, recipe=recipe)
+                save(path, cache, tokens=tokens, identity=self.local.identity, recipe=recipe, profile=profile)
                 return scorer[0].ask(path, len(tokens), asdict(task))
 
         try:
-            found = self._each(recipe.name, f"{source_digest()}-{recipe.digest.hex()[:16]}", ask)
+            found = self._each(recipe.name, result_folder(recipe, profile), ask)
         finally:
             for process in scorer:
                 process.close()
         return self._rows(recipe.name, found)
 
     def peer(self, name: str) -> list[dict[str, Any]]:
-        """Rows of a peer, decoded in this process. Raises MissingExtra when it is not here."""
+        """Rows of a peer, none for one that keeps nothing a model here can read. Raises MissingExtra."""
+        if not gives_cache(name):
+            return []
 
         def ask(task: Task) -> dict[str, Any]:
             with open_archive(self._archive(task), identity=self.local.identity) as original:
-                cache: Any = original.restore().cache
-            return dict(scored(self.local, PEERS[name](cache, self.local.model.config).cache, task))
+                tokens, cache = original.tokens.tolist(), original.restore().cache
+            coded = coded_by(name, cache, self.local.model.config, tokens=tokens)
+            return dict(scored(self.local, coded.cache, task))
 
-        return self._rows(f"peer:{name}", self._each(f"peer {name}", f"peer-{name}", ask))
+        return self._rows(f"peer:{name}", self._each(f"peer {name}", peer_folder(name), ask))
 
     def floor(self) -> list[dict[str, Any]]:
         """Rows of ∅: its margin is 0 by definition, its exact matches are not."""

@@ -1,15 +1,15 @@
-"""Peers that run in this environment, on the same cache: what they keep, in bytes, and what comes back.
+"""All peers, on the same cache: what they keep, in bytes, and what comes back.
 
-Bytes are those the method really holds: compressed buffers, or the packed tensors with scales and zero points of
-transformers' quantized caches. A peer whose package is missing raises MissingExtra.
+Those here run in this environment, and their bytes are those the method really holds: compressed buffers, or the
+packed tensors with scales and zero points of transformers' quantized caches. The others run in environments of their
+own (`outside.py`). A peer whose package or environment is missing raises MissingExtra.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,18 +19,10 @@ from torch import Tensor
 from ...errors import MissingExtra
 from ...quantize.bits import bits
 from ..transformers import dequantized
+from .coded import Coded as Coded
+from .outside import OUTSIDE, Outside
 
 GROUP = 64
-
-
-@dataclass(frozen=True)
-class Coded:
-    """`cache` as it comes back, the bytes it took, and the seconds of both ways."""
-
-    cache: Any
-    nbytes: int
-    save_s: float
-    restore_s: float
 
 
 def _require(package: str) -> None:
@@ -118,4 +110,25 @@ PEERS: dict[str, Callable[..., Coded]] = {
     "hf-fp8": _quantized("fp8", None),
     "hf-hqq4": _quantized("hqq", "hqq", nbits=4, axis_key=1, axis_value=1),
     "hf-quanto4": _quantized("quanto", "optimum.quanto", nbits=4, axis_key=0, axis_value=0),
+    **OUTSIDE,
 }
+
+
+def coded_by(
+    name: str, cache: Any, config: Any, *, tokens: Sequence[int] | None = None, following: Sequence[int] | None = None
+) -> Coded:
+    """What the peer `name` makes of `cache`, (H, T, D) a layer and side, whose `tokens` (T,) `following` continues.
+
+    A peer that runs the model itself answers with logits where `following` is given. Raises MissingExtra when it is
+    not here, KVCellarError when it fails.
+    """
+    peer = PEERS[name]
+    if isinstance(peer, Outside):
+        return peer(cache, config, tokens=tokens, following=following)
+    return peer(cache, config)
+
+
+def gives_cache(name: str) -> bool:
+    """Whether what the peer `name` keeps can be asked by a model here."""
+    peer = PEERS[name]
+    return not isinstance(peer, Outside) or peer.gives_cache

@@ -1,25 +1,25 @@
 """The uncompressed side of each window, computed once and kept on disk.
 
 For a window of prefix and continuation: the prefix's cache (as an `exact` archive, from one prefill), the logits of
-the continuation behind it, and behind ∅, the cache of sinks and recent window alone at their true positions. Logits
-are kept in the model's own dtype, so that a bit-exact recipe has a divergence of exactly 0.
+the continuation behind it, and the scores behind ∅, the cache of sinks and recent window alone at their true positions.
+
+The model computes in float32, since bfloat16 is many times slower on a CPU without instructions for it and adds noise
+of its own; caches are held in the model's own dtype, as it would hold them. All sides read the same held numbers, so
+a bit-exact recipe has a divergence of exactly 0.
 
 The first continuation token is fed but not scored: what predicts it is the prefix's last forward pass, which no
-cache touches. Kept per model, torch version and thread count, since kernels differ in the last bits.
+cache touches. Kept per model, torch version, dtype and thread count, since kernels differ in the last bits.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from ...evaluate.scores import score_logits
 from ...evaluate.texts import Window
 from ...profile import home
 from ..cli.common import progress
-from ..cli.models import LocalModel, empty_cache
+from ..cli.models import LocalModel, empty_cache, held_in
 from ..library import open as open_archive
 from ..library import save
 
@@ -35,9 +35,13 @@ SINKS, RECENT = 4, 32
 
 
 def continuation_logits(model: Any, following: Sequence[int], cache: Any) -> Tensor:
-    """Logits (n − 1, V) that predict tokens 1…n−1 of `following`, read behind `cache`, which grows."""
+    """Logits (n − 1, V) that predict tokens 1…n−1 of `following`, read behind `cache`, which grows.
+
+    The cache is widened to the dtype that the model computes in.
+    """
     with torch.inference_mode():
-        logits: Tensor = model(torch.tensor([list(following)]), cache=cache, use_cache=True).logits[0, :-1]
+        widened = held_in(cache, model.dtype)
+        logits: Tensor = model(torch.tensor([list(following)]), cache=widened, use_cache=True).logits[0, :-1]
     return logits
 
 
@@ -52,12 +56,20 @@ def key(window: Window) -> str:
 
 
 def write_scores(expected: Mapping[str, Tensor], logits: Tensor, out: Path) -> None:
-    """Per-token scores of `logits` (n − 1, V), and of ∅, against the uncompressed side, as an npz file."""
-    targets = expected["following"][1:]
-    kl, nll, nll_full, agree = score_logits(expected["full"], logits, targets)
-    _, nll_empty, _, _ = score_logits(expected["full"], expected["empty"], targets)
+    """Per-token scores of `logits` (n − 1, V) against the uncompressed side, with those of ∅, as an npz file."""
+    kl, nll, nll_full, agree = score_logits(expected["full"], logits, expected["following"][1:])
+    _write_npz(out, kl=kl, nll=nll, nll_full=nll_full, nll_empty=expected["empty_nll"].numpy(), agree=agree)
+
+
+def write_empty_scores(expected: Mapping[str, Tensor], out: Path) -> None:
+    """The same for ∅ itself."""
+    scores = {name: expected[f"empty_{name}"].numpy() for name in ("kl", "nll", "nll_full", "agree")}
+    _write_npz(out, **scores, nll_empty=scores["nll"])
+
+
+def _write_npz(out: Path, **scores: np.ndarray) -> None:
     with out.open("wb") as file:
-        np.savez(file, allow_pickle=False, kl=kl, nll=nll, nll_full=nll_full, nll_empty=nll_empty, agree=agree)
+        np.savez(file, allow_pickle=False, **scores)
 
 
 class References:
@@ -65,7 +77,8 @@ class References:
 
     def __init__(self, local: LocalModel):
         self.local = local
-        runtime = f"torch{torch.__version__}-threads{torch.get_num_threads()}"
+        dtype = str(local.model.dtype).removeprefix("torch.")
+        runtime = f"torch{torch.__version__}-{dtype}-threads{torch.get_num_threads()}"
         self.folder = home() / "bench" / f"{local.identity.digest[:16]}-{runtime}"
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -89,27 +102,28 @@ class References:
         model, ids = self.local.model, list(window.ids)
         prefix, following = ids[: window.prefix], ids[window.prefix :]
         cache = empty_cache()
-        started = time.perf_counter()
         with torch.inference_mode():
             model(torch.tensor([prefix]), cache=cache, use_cache=True, logits_to_keep=1)
-        prefill_s = time.perf_counter() - started
+        held_in(cache, getattr(self.local, "cache_dtype", model.dtype))
         save(self.archive(window), cache, tokens=prefix, identity=self.local.identity)
         full = continuation_logits(model, following, cache)
         with open_archive(self.archive(window), identity=self.local.identity) as archive:
             sparse = archive.restore(positions=empty_positions(len(prefix))).cache
         empty = continuation_logits(model, following, sparse)
-        tensors = {"full": full.contiguous(), "empty": empty.contiguous(), "following": torch.tensor(following)}
+        kl, nll, nll_full, agree = score_logits(full, empty, torch.tensor(following)[1:])
+        tensors = {
+            "full": full.contiguous(),
+            "following": torch.tensor(following),
+            "empty_kl": torch.from_numpy(kl),
+            "empty_nll": torch.from_numpy(nll),
+            "empty_nll_full": torch.from_numpy(nll_full),
+            "empty_agree": torch.from_numpy(agree),
+        }
         unfinished = self.folder / f"{key(window)}-{os.getpid()}.part"
-        save_file(tensors, unfinished, metadata={"prefill_s": json.dumps(prefill_s)})
+        save_file(tensors, unfinished)
         unfinished.replace(self.logits_file(window))
 
-    def prefill_s(self, window: Window) -> float:
-        """Seconds of the window's one prefill, as it was when the reference was made."""
-        with safe_open(self.logits_file(window), framework="pt") as file:
-            seconds: float = json.loads(file.metadata()["prefill_s"])
-        return seconds
-
     def load(self, window: Window) -> dict[str, Tensor]:
-        """`full` and `empty` logits (n − 1, V), and `following` ids (n,)."""
+        """`full` logits (n − 1, V), `following` ids (n,), and ∅'s scores at each token (n − 1,) as `empty_…`."""
         loaded: dict[str, Tensor] = load_file(self.logits_file(window))
         return loaded

@@ -1,7 +1,8 @@
-"""Recipes and peers over windows: saved here, decoded and scored elsewhere, summed up in rows.
+"""Recipes and peers over windows: saved here, decoded and scored elsewhere, summed up in rows (`rows.py`).
 
-A window's scores are kept per recipe, source of kvcellar and model, so an interrupted run goes on, and a second run
-with one more recipe costs only that recipe. The rows' keys are fixed (docs/evaluation.md); None means not measured.
+A window's scores and costs are kept per recipe, profile, source of kvcellar and model, so an interrupted run goes on,
+and a second run with one more recipe costs only that recipe. Costs of time stand beside the fastest prefill as this
+very run measured it. The first save and the first restore of a process warm it up and are not counted.
 """
 
 from __future__ import annotations
@@ -12,43 +13,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...archive.reader import ArchiveReader
-from ...errors import KVCellarError
-from ...evaluate.scores import WindowScore, summarize
+from ...calibrate import find_fitted
+from ...errors import InvalidInput, KVCellarError
+from ...evaluate.scores import WindowScore
 from ...evaluate.texts import Window
+from ...geometry import Geometry
+from ...profile import Profile, home
 from ...recipe import Recipe
 from ...store.local import LocalStore
 from ..cli.common import progress
 from ..cli.models import LocalModel
 from ..library import open as open_archive
 from ..library import save
-from .peers import PEERS, Coded
-from .reference import References, continuation_logits, empty_positions, key, write_scores
+from .outside import Outside
+from .peers import PEERS, coded_by
+from .reference import References, continuation_logits, empty_positions, key, write_empty_scores, write_scores
+from .rows import EMPTY, Result, rows_of
+from .rows import ROW as ROW
+from .sizes import bytes_by_part
+from .speed import Prefill, fastest_prefill
+from .zero import zero_residual
 
-FLOOR_EMPTY = "floor:empty"
-ROW = (
-    *("recipe", "text", "tokens", "windows", "kept", "file_bytes", "file_bytes_per_token", "payload_bytes_per_token"),
-    *("profile_bytes", "kl", "kl_ci", "kl_p99", "dppl", "dppl_ci", "rcb", "rcb_ci", "top1", "margin", "save_s"),
-    *("restore_s", "prefill_s", "peak_bytes", "restore_class"),
-)
-ALL = "all"
-
-
-@dataclass(frozen=True)
-class Result:
-    """One window under one recipe: the scores per token, and what the file and its decoding cost."""
-
-    scores: WindowScore
-    costs: dict[str, Any]
+FLOOR_EMPTY = EMPTY
+JUDGE = ("frontends/bench", "evaluate")
+"""Where the source lies that peers' and floors' results depend on."""
 
 
 class Scorer:
@@ -89,35 +84,79 @@ class Scorer:
         self.process.wait()
 
 
-def source_digest() -> str:
-    """Short hash of kvcellar's own source: results of other code are not taken for this one's."""
+_SOURCES = (".py", ".txt")
+
+
+def source_digest(*folders: str | Path) -> str:
+    """Short hash of kvcellar's own source, or of these folders (of it): others' results are not taken for this."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    for folder in folders or (".",):
+        for path in sorted(p for p in (root / folder).rglob("*") if p.suffix in _SOURCES):
+            digest.update(path.relative_to(root / folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-class Bench:
-    """Windows of one model, and the results on them."""
+def result_folder(recipe: Recipe, profile: Profile | None) -> str:
+    """Where results of a recipe are kept: named by all they depend on besides the model."""
+    with_profile = "" if profile is None else f"-{profile.id[:16]}"
+    return f"{source_digest()}-{recipe.digest.hex()[:16]}{with_profile}"
 
-    def __init__(self, local: LocalModel, windows: Sequence[Window], *, quiet: bool = False):
-        self.local, self.windows, self.quiet = local, windows, quiet
+
+def peer_folder(name: str) -> str:
+    """The same for a peer: what judges it, and its script, where it has one."""
+    peer = PEERS[name]
+    scripts = (peer.script.resolve().parent,) if isinstance(peer, Outside) else ()
+    return f"peer-{name}-{source_digest(*JUDGE, *scripts)}"
+
+
+class Bench:
+    """Windows of one model, and the results on them.
+
+    `texts` are the SHA-256 of the documents the windows come from: a profile that has seen one of them is refused.
+    """
+
+    def __init__(
+        self, local: LocalModel, windows: Sequence[Window], *, quiet: bool = False, texts: Collection[str] = ()
+    ):
+        self.local, self.windows, self.quiet, self.texts = local, windows, quiet, frozenset(texts)
         self.references = References(local)
         self.results = self.references.folder / "results"
+        self._prefill: Prefill | None = None
 
     def prepare(self) -> None:
         self.references.ensure(self.windows, quiet=self.quiet)
 
-    def recipe(self, recipe: Recipe) -> list[dict[str, Any]]:
-        """Rows of a recipe, per text kind and over all. Raises KVCellarError when its file cannot be decoded."""
-        folder = self.results / f"{source_digest()}-{recipe.digest.hex()[:16]}"
+    def prefill(self) -> Prefill:
+        """The fastest prefill of a window, measured once per run and only when something is to be set against it."""
+        if self._prefill is None:
+            window = self.windows[0]
+            with progress("the fastest prefill", 1, quiet=self.quiet):
+                self._prefill = fastest_prefill(self.local, window.ids[: window.prefix])
+        return self._prefill
+
+    def geometry(self) -> Geometry:
+        with open_archive(self.references.archive(self.windows[0])) as archive:
+            return archive.manifest.geometry
+
+    def recipe(self, recipe: Recipe, profile: Profile | None = None) -> list[dict[str, Any]]:
+        """Rows of a recipe, per text kind and over all, with `profile` or the newest that was fitted for it.
+
+        Raises KVCellarError when its file cannot be decoded, InvalidInput when the profile was fitted on a text that
+        is tested here.
+        """
+        if profile is None:
+            profile = find_fitted(recipe, self.local.identity, self.geometry())
+        if profile is not None:
+            self._refuse_seen(profile)
+        folder = self.results / result_folder(recipe, profile)
         scorer: list[Scorer] = []
 
         def compute(window: Window, out: Path) -> dict[str, Any]:
             if not scorer:
+                self._recipe_save(recipe, profile, window, lambda path: None)
                 scorer.append(Scorer(self.local.folder))
-            return self._recipe_window(recipe, window, out, scorer[0])
+            return self._recipe_window(recipe, profile, window, out, scorer[0])
 
         try:
             results = self._collect(recipe.name, folder, compute)
@@ -126,67 +165,105 @@ class Bench:
                 process.close()
         return self._rows(recipe.name, results)
 
-    def _recipe_window(self, recipe: Recipe, window: Window, out: Path, scorer: Scorer) -> dict[str, Any]:
-        with open_archive(self.references.archive(window), identity=self.local.identity) as original:
-            cache: Any = original.restore().cache
+    def zero_residual(self, recipe: Recipe, name: str) -> list[dict[str, Any]]:
+        """Rows of a floor: what the prediction of `recipe` alone restores. Raises InvalidInput if it has none."""
+        return self.recipe(zero_residual(recipe, name), find_fitted(recipe, self.local.identity, self.geometry()))
+
+    def _refuse_seen(self, profile: Profile) -> None:
+        texts = profile.metadata.get("texts")
+        seen = self.texts.intersection(texts if isinstance(texts, list) else ())
+        if seen:
+            raise InvalidInput(
+                f"profile {profile.id[:16]}… was fitted on {len(seen)} of the documents tested here, the first with "
+                f"SHA-256 {min(seen)[:16]}…: what is tuned on a text cannot be tested on it"
+            )
+
+    def _original(self, window: Window) -> Any:
+        with open_archive(self.references.archive(window), identity=self.local.identity) as archive:
+            return archive.restore().cache
+
+    def _recipe_save(
+        self, recipe: Recipe, profile: Profile | None, window: Window, then: Callable[[Path], Any]
+    ) -> tuple[Any, float, Any]:
+        """What saving the window's cache says and how long it takes, and what `then` makes of the file."""
+        cache, prefix = self._original(window), window.ids[: window.prefix]
         with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as scratch:
             path = Path(scratch) / "window.kvc"
-            prefix = window.ids[: window.prefix]
             started = time.perf_counter()
-            info = save(path, cache, tokens=prefix, identity=self.local.identity, recipe=recipe)
+            info = save(path, cache, tokens=prefix, identity=self.local.identity, recipe=recipe, profile=profile)
             save_s = time.perf_counter() - started
             del cache
-            decoded = scorer.score(path, self.references.logits_file(window), len(prefix), out)
-            return {
-                "file_bytes": info.file_bytes,
-                "payload_bytes": payload_bytes(path),
-                "payload_tokens": len(prefix),
-                "profile_bytes": info.profile_bytes,
-                "kept": 1.0,
-                "save_s": save_s,
-                "restore_class": "none",
-                **decoded,
-            }
+            return info, save_s, then(path)
+
+    def _recipe_window(
+        self, recipe: Recipe, profile: Profile | None, window: Window, out: Path, scorer: Scorer
+    ) -> dict[str, Any]:
+        def look_and_score(path: Path) -> tuple[dict[str, int], dict[str, Any]]:
+            parts = bytes_by_part(path)
+            return parts, scorer.score(path, self.references.logits_file(window), window.prefix, out)
+
+        info, save_s, (parts, decoded) = self._recipe_save(recipe, profile, window, look_and_score)
+        return {
+            "file_bytes": info.file_bytes,
+            "bytes_by_part": parts,
+            "payload_bytes": parts["payload"] + parts["token_ids"],
+            "payload_tokens": window.prefix,
+            "profile_bytes": info.profile_bytes if info.profile_bytes is not None else _container_bytes(info.profile),
+            "raw_bytes": info.raw_bytes,
+            "kept": 1.0,
+            "save_s": save_s,
+            "restore_class": "none",
+            **decoded,
+        }
 
     def peer(self, name: str) -> list[dict[str, Any]]:
         """Rows of a peer on the same caches, decoded in this process. Raises KVCellarError when it is not here."""
-        folder = self.results / f"peer-{name}"
+        warm: list[str] = []
+
+        def coded(window: Window) -> Any:
+            prefix, following = window.ids[: window.prefix], window.ids[window.prefix :]
+            return coded_by(name, self._original(window), self.local.model.config, tokens=prefix, following=following)
 
         def compute(window: Window, out: Path) -> dict[str, Any]:
-            with open_archive(self.references.archive(window), identity=self.local.identity) as original:
-                cache: Any = original.restore().cache
-            coded: Coded = PEERS[name](cache, self.local.model.config)
-            logits = continuation_logits(self.local.model, window.ids[window.prefix :], coded.cache)
+            if not warm:
+                warm.append(coded(window).note)
+            got = coded(window)
+            logits = got.logits
+            if logits is None:
+                logits = continuation_logits(self.local.model, window.ids[window.prefix :], got.cache)
             write_scores(self.references.load(window), logits, out)
             return {
-                "file_bytes": coded.nbytes,
-                "payload_bytes": coded.nbytes,
-                "payload_tokens": window.prefix,
-                "profile_bytes": 0,
-                "kept": 1.0,
-                "save_s": coded.save_s,
-                "restore_s": coded.restore_s,
+                "file_bytes": got.nbytes,
+                "payload_bytes": got.nbytes if got.payload_nbytes is None else got.payload_nbytes,
+                "payload_tokens": window.prefix if got.payload_tokens is None else got.payload_tokens,
+                "profile_bytes": got.profile_nbytes,
+                "kept": got.kept,
+                "save_s": got.save_s,
+                "restore_s": got.restore_s,
                 "restore_class": "none",
+                "note": got.note,
             }
 
-        return self._rows(f"peer:{name}", self._collect(f"peer {name}", folder, compute))
+        return self._rows(f"peer:{name}", self._collect(f"peer {name}", self.results / peer_folder(name), compute))
 
     def floor(self) -> list[dict[str, Any]]:
         """Rows of ∅: sinks and recent window alone. Whatever is worse than this is no compression of the context."""
 
         def compute(window: Window, out: Path) -> dict[str, Any]:
-            expected = self.references.load(window)
-            write_scores(expected, expected["empty"], out)
+            write_empty_scores(self.references.load(window), out)
             return {"kept": len(empty_positions(window.prefix)) / window.prefix}
 
-        return self._rows(FLOOR_EMPTY, self._collect("∅", self.results / "floor-empty", compute))
+        folder = self.results / f"floor-empty-{source_digest(*JUDGE)}"
+        return self._rows(FLOOR_EMPTY, self._collect("∅", folder, compute))
 
     def _collect(self, label: str, folder: Path, compute: Callable[[Window, Path], dict[str, Any]]) -> list[Result]:
         folder.mkdir(parents=True, exist_ok=True)
         todo = [w for w in self.windows if not (folder / f"{key(w)}.json").is_file()]
         with progress(f"{label}: {len(todo)} windows", len(todo), quiet=self.quiet or not todo) as advance:
             for window in todo:
-                costs = compute(window, folder / f"{key(window)}.npz")
+                prefill_s, dtype, threads = self.prefill()
+                costs = {"prefill_s": prefill_s, "prefill_dtype": dtype, "threads": threads}
+                costs |= compute(window, folder / f"{key(window)}.npz")
                 with LocalStore(folder).replacing(f"{key(window)}.json") as pending:  # last: it says the window is done
                     pending.append(json.dumps(costs).encode())
                 advance(1)
@@ -200,58 +277,11 @@ class Bench:
         return Result(score, json.loads((folder / f"{key(window)}.json").read_text()))
 
     def _rows(self, name: str, results: list[Result]) -> list[dict[str, Any]]:
-        kinds = sorted({result.scores.kind for result in results})
-        groups = [(kind, [r for r in results if r.scores.kind == kind]) for kind in kinds]
-        groups = [(ALL, results), *groups] if len(groups) > 1 else groups
-        return [self._row(name, kind, group) for kind, group in groups]
-
-    def _row(self, name: str, kind: str, group: list[Result]) -> dict[str, Any]:
-        summary = summarize([result.scores for result in group])
-        tokens = {window.prefix for window in self.windows}
-        prefix = tokens.pop() if len(tokens) == 1 else None
-        files = _known(group, "file_bytes")
-        payload, coded = _known(group, "payload_bytes"), _known(group, "payload_tokens")
-        prefills = [self.references.prefill_s(w) for w in self.windows if kind in (ALL, w.kind)]
-        return {
-            "recipe": name,
-            "text": kind,
-            "tokens": prefix,
-            "windows": summary.windows,
-            "kept": median(r.costs["kept"] for r in group),
-            "file_bytes": median(files) if files else None,
-            "file_bytes_per_token": sum(files) / (len(files) * prefix) if files and prefix else None,
-            "payload_bytes_per_token": sum(payload) / sum(coded) if payload else None,
-            "profile_bytes": group[0].costs.get("profile_bytes"),
-            "kl": summary.kl,
-            "kl_ci": summary.kl_ci,
-            "kl_p99": summary.kl_p99,
-            "dppl": summary.dppl,
-            "dppl_ci": summary.dppl_ci,
-            "rcb": summary.rcb,
-            "rcb_ci": summary.rcb_ci,
-            "top1": 1 - summary.top1_flips,
-            "margin": None,
-            "save_s": _median(_known(group, "save_s")),
-            "restore_s": _median(_known(group, "restore_s")),
-            "prefill_s": median(prefills),
-            "peak_bytes": max(_known(group, "peak_bytes"), default=None),
-            "restore_class": group[0].costs.get("restore_class"),
-            "articles": summary.articles,
-            "scored_tokens": summary.tokens,
-        }
+        prefixes = {window.prefix for window in self.windows}
+        return rows_of(name, results, prefixes.pop() if len(prefixes) == 1 else None)
 
 
-def payload_bytes(path: Path) -> int:
-    """All bytes that code tokens in an archive, ids included: the parts of its blocks and their packed ids."""
-    store, name = LocalStore.at(path)
-    with ArchiveReader(store.open_reader(name)) as archive:
-        heads = [archive.block(i).head for i in range(len(archive.entries))]
-    return sum(head.body_length + head.id_bytes for head in heads)
-
-
-def _known(group: Iterable[Result], cost: str) -> list[Any]:
-    return [r.costs[cost] for r in group if r.costs.get(cost) is not None]
-
-
-def _median(values: list[float]) -> float | None:
-    return median(values) if values else None
+def _container_bytes(profile: str | None) -> int | None:
+    """Size of the file a profile is in on this machine, where the process that decodes finds it."""
+    path = home() / "profiles" / f"{profile}.safetensors"
+    return path.stat().st_size if path.is_file() else None

@@ -18,12 +18,15 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("margin\nkept", lambda row: _number(row["margin"], ".2f")),
     ("save\ns", lambda row: _number(row["save_s"], ".2f")),
     ("restore\ns", lambda row: _number(row["restore_s"], ".3f")),
-    ("prefill\ns", lambda row: _number(row["prefill_s"], ".2f")),
+    ("prefill\n÷ restore", lambda row: _number(row.get("restore_speedup"), ",.1f")),
+    ("append\n1, ms", lambda row: _number(row.get("append_s"), ".1f", 1000)),
+    ("read 1\nms", lambda row: _number(row.get("random_access_s"), ".1f", 1000)),
+    ("B ÷ recipes'\nat its KL", lambda row: _number(row.get("ratio_at_equal_kl"), ".2f")),
 )
 
 
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else f"{value:{form}}"
+def _number(value: float | None, form: str, scale: float = 1) -> str:
+    return "–" if value is None else f"{scale * value:{form}}"
 
 
 def _interval(value: float | None, interval: Sequence[float] | None, form: str, scale: float = 1) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...errors import InvalidInput
 from ...evaluate.tasks import Task
-from ..cli.models import LocalModel
+from ..cli.models import LocalModel, held_in
 
 COUNTS_FROM = 2.0
 """Nats per token between full and ∅ from which a task counts."""
@@ -53,7 +53,7 @@ def scored(local: LocalModel, cache: Any, task: Task) -> Scored:
     question = _tokens(local, task.question)
     answer, *distractors = [_tokens(local, f" {text}") for text in (task.answer, *task.distractors)]
     local.require_room(int(cache.get_seq_length()) + len(question) + max(map(len, (answer, *distractors))))
-    asked = copy.deepcopy(cache)
+    asked = held_in(copy.deepcopy(cache), local.model.dtype)
     first = _read(local, question, asked)[-1]
     right = _mean_log_prob(local, answer, asked, first)
     wrong = [_mean_log_prob(local, candidate, asked, first) for candidate in distractors]

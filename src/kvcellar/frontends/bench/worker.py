@@ -4,7 +4,7 @@
 
 reads one JSON object a line, `{"archive", "prefix", "reference", "out"}` for a window or `{"archive", "prefix",
 "task"}`, and answers each with one. A recipe that keeps anything in memory, and not in its file, has nothing to
-decode from here.
+decode from here. The first archive is restored twice, since a process's first restore also loads what decodes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,34 @@ from safetensors.torch import load_file
 
 from ...errors import InvalidInput, KVCellarError
 from ...evaluate.tasks import Task
-from ..cli.models import LocalModel
+from ..cli.models import LocalModel, MeasuredModel
 from ..library import open as open_archive
 from .reference import continuation_logits, write_scores
+from .speed import append_s, give_memory_back, memcpy_s, random_access_s
 from .tasks import scored
+from .zero import FLOOR_ZERO_RESIDUAL as FLOOR_ZERO_RESIDUAL  # its stages register when they are imported
 
 
 def score(local: LocalModel, archive: str, reference: str, prefix: int, out: str) -> dict[str, Any]:
-    """Restore `archive`, read the continuation behind it, and write the per-token scores to `out` (npz)."""
+    """Restore `archive`, read the continuation behind it, and write the per-token scores to `out` (npz).
+
+    Then the cache that has grown serves to measure appending. The archive itself stays as it is.
+    """
     expected = load_file(reference)
+    following: list[int] = expected["following"].tolist()
     cache, costs = _restored(local, archive, prefix)
-    logits = continuation_logits(local.model, expected["following"].tolist(), cache)
+    copying = memcpy_s(cache)
+    logits = continuation_logits(local.model, following, cache)
     write_scores(expected, logits, Path(out))
-    return costs
+    del expected, logits
+    with open_archive(archive) as opened:
+        ids = [*opened.tokens.tolist(), *following]
+    return {
+        **costs,
+        "memcpy_s": copying,
+        "append_s": append_s(Path(archive), local, cache, ids),
+        "random_access_s": random_access_s(Path(archive)),
+    }
 
 
 def ask(local: LocalModel, archive: str, prefix: int, task: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +57,8 @@ def ask(local: LocalModel, archive: str, prefix: int, task: dict[str, Any]) -> d
 
 
 def _restored(local: LocalModel, archive: str, prefix: int) -> tuple[Any, dict[str, Any]]:
-    """The cache in `archive`, which must stand for `prefix` tokens, and what restoring it took."""
+    """The cache in `archive`, which must stand for `prefix` tokens, and what restoring it took, in fresh memory."""
+    give_memory_back()
     started = time.perf_counter()
     with _peak() as peak, open_archive(archive, identity=local.identity) as opened:
         cache: Any = opened.restore().cache
@@ -79,12 +95,16 @@ def _status(key: str) -> int | None:
 
 
 def main() -> None:
-    local = LocalModel(sys.argv[1])
+    local = MeasuredModel(sys.argv[1])
     torch.set_num_threads(int(sys.argv[2]))
     print(json.dumps({"ready": True}), flush=True)
+    warm = False
     for line in sys.stdin:
+        message = json.loads(line)
         try:
-            message = json.loads(line)
+            if not warm:
+                _restored(local, message["archive"], message["prefix"])
+                warm = True
             answer = ask(local, **message) if "task" in message else score(local, **message)
         except KVCellarError as error:
             answer = {"error": f"{type(error).__name__}: {error}"}

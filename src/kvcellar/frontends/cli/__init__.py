@@ -18,7 +18,11 @@ COMMANDS = {
     "append": "Add more text to a saved cache.",
     "info": "Show what an archive holds and how large it is.",
     "verify": "Read and check every part of an archive.",
+    "repair": "Save what is intact of a damaged archive into a new one.",
     "calibrate": "Make the profiles that recipes need, from a model and text.",
+    "compact": "Rewrite an archive without the bytes it no longer needs.",
+    "restore": "Write the stored cache into a safetensors file.",
+    "find": "Find the archive with the longest stored prefix of a prompt.",
     "bench": "Measure what recipes cost and what they keep.",
 }
 EPILOG = """\b

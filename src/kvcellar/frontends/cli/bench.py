@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ...errors import InvalidInput, MissingExtra
-from .common import json_option
+from ...errors import InvalidInput, KVCellarError, MissingExtra
+from .common import json_option, progress
 
 TEXTS = Path("benchmarks") / "texts.toml"
 DATA = Path("..") / "shared" / "data"
 SHORT, LONG, CONTINUATION = 1024, 7680, 384
+CALIBRATION = 60_000
 
 
 @click.command("bench")
@@ -61,20 +63,22 @@ def command(
     only their paths. Divergences are nats per token, with 95 % intervals over documents.
     """
     from ..bench.peers import PEERS
+    from ..bench.rows import compare_at_equal_kl
     from ..bench.run import Bench
     from .demo_model import demo_model
-    from .models import LocalModel
+    from .models import MeasuredModel
 
     chosen, others = _chosen_recipes(recipes), _names(peers, sorted(PEERS), "peer")
     if long_context:
         prefix, count = LONG, min(count, 12)
     if quick:
         count = min(count, 8)
-    local = LocalModel(model_dir or demo_model(quiet=as_json))
+    local = MeasuredModel(model_dir or demo_model(quiet=as_json))
     local.require_room(prefix + continuation)
-    windows, sources = _windows(local, texts, Path(data), prefix, continuation, count, quiet=as_json)
-    bench = Bench(local, windows, quiet=as_json)
+    windows, sources, documents = _windows(local, texts, Path(data), prefix, continuation, count, quiet=as_json)
+    bench = Bench(local, windows, quiet=as_json, texts=documents)
     bench.prepare()
+    _ensure_profiles(local, chosen, bench.geometry(), quiet=as_json)
     benches: list[Any] = [bench]
     if tasks:
         from ..bench.margins import TaskBench
@@ -82,13 +86,18 @@ def command(
         benches.append(TaskBench(local, _tasks(local, prefix, tasks), quiet=as_json))
         benches[-1].prepare()
     rows = [row for each in benches for row in each.floor()]
+    for recipe, name in _zero_floors(chosen):
+        rows += bench.zero_residual(recipe, name)
     for recipe in chosen:
         rows += [row for each in benches for row in each.recipe(recipe)]
+    failed = 0
     for name in others:
         try:
             rows += [row for each in benches for row in each.peer(name)]
-        except MissingExtra as error:
+        except KVCellarError as error:
+            failed += not isinstance(error, MissingExtra)
             click.echo(f"peer {name} left out: {error}", err=True)
+    compare_at_equal_kl(rows)
     if out:
         _write(Path(out), local, sources, windows, rows)
     if plot:
@@ -101,6 +110,8 @@ def command(
         from ..bench.table import show
 
         show(rows)
+    if failed:
+        raise KVCellarError(f"{failed} of {len(others)} peers failed; their rows are missing")
 
 
 def _names(given: str, known: list[str], what: str) -> list[str]:
@@ -120,8 +131,8 @@ def _chosen_recipes(given: str) -> list[Any]:
 
 def _windows(
     local: Any, texts: tuple[str, ...], data: Path, prefix: int, continuation: int, count: int, *, quiet: bool
-) -> tuple[list[Any], dict[str, str]]:
-    """The windows, and the SHA-256 of every text file they may come from."""
+) -> tuple[list[Any], dict[str, str], set[str]]:
+    """The windows, the SHA-256 of every text file they may come from, and of every document they do come from."""
     from ...evaluate.texts import load_sources, standard_library, texts_from_files, windows
 
     if texts:
@@ -138,7 +149,33 @@ def _windows(
         raise InvalidInput(f"no document reaches {prefix + continuation:,} tokens")
     if len(found) < count and not quiet:
         click.echo(f"only {len(found)} documents reach {prefix + continuation:,} tokens", err=True)
-    return found, {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    named = {document.name: document for document in documents}
+    used = {hashlib.sha256(named[window.article].text.encode()).hexdigest() for window in found}
+    return found, {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}, used
+
+
+def _ensure_profiles(local: Any, chosen: list[Any], geometry: Any, *, quiet: bool) -> None:
+    """Make the profiles that recipes need and this machine lacks, as `kvcellar calibrate` does by default."""
+    from ...calibrate import find_fitted, fit_profile, fitted_stages
+
+    lacking = [r for r in chosen if fitted_stages(r) and find_fitted(r, local.identity, geometry) is None]
+    if not lacking:
+        return
+    from ..calibration import WINDOW, calibration_documents, collect, cut
+
+    cuts = cut(calibration_documents([]), partial(local.encode, continues=True), CALIBRATION, WINDOW)
+    calibration = collect(local, cuts, partial(progress, quiet=quiet))
+    for recipe in lacking:
+        fit_profile(recipe, calibration).save()
+
+
+def _zero_floors(chosen: list[Any]) -> list[tuple[Any, str]]:
+    """Recipes that predict, and what their floor with no residual is called."""
+    from ..bench.zero import FLOOR_ZERO_RESIDUAL
+
+    predicting = [recipe for recipe in chosen if recipe.predict is not None]
+    alone = len(predicting) == 1
+    return [(recipe, FLOOR_ZERO_RESIDUAL + ("" if alone else f":{recipe.name}")) for recipe in predicting]
 
 
 def _tasks(local: Any, budget: int, count: int) -> list[Any]:

@@ -60,9 +60,9 @@ def command(
     from ..calibration import calibration_documents, collect, cut
     from .common import progress
     from .demo_model import demo_model
-    from .models import LocalModel
+    from .models import MeasuredModel
 
-    local = LocalModel(model_dir or demo_model(quiet=as_json))
+    local = MeasuredModel(model_dir or demo_model(quiet=as_json))
     local.require_room(window)
     started = time.perf_counter()
     documents = calibration_documents([Path(text) for text in texts], standard=not only_text)

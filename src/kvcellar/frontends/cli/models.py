@@ -73,6 +73,33 @@ class LocalModel:
                 advance(chunk.shape[1])
 
 
+class MeasuredModel(LocalModel):
+    """A model as benches and calibration run it: computing in float32, its caches held in `cache_dtype`, its own.
+
+    One whose weights would fill more than half of the machine's memory in float32 computes in its own dtype. The
+    identity is that of the model as it was saved.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        super().__init__(folder)
+        self.cache_dtype: torch.dtype = self.model.dtype
+        if fits_memory(self.model, torch.float32, share=0.5):
+            self.model = self.model.float()
+
+
+def fits_memory(model: Any, dtype: torch.dtype, *, share: float) -> bool:
+    """Whether the weights of `model` in `dtype` fill at most `share` of the machine's memory."""
+    nbytes: int = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    return nbytes <= share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def held_in(cache: Any, dtype: torch.dtype) -> Any:
+    """`cache` itself, a transformers cache, after its keys and values were rounded or widened to `dtype`."""
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
+    return cache
+
+
 def empty_cache() -> Any:
     from transformers import DynamicCache
 
