@@ -248,3 +248,23 @@ def test_the_page_of_models_is_current() -> None:
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
     assert page.PAGE.read_text(encoding="utf-8") == page.made(page.written_for()), "python benchmarks/modelpage.py"
+
+
+def test_recurrent_layers_behind_the_end_of_a_cache_are_refused(tmp_path: Path) -> None:
+    """RecurrentGemma keeps its state in the model: a DynamicCache() made without its config ends before them."""
+    (entry,) = (each for each in REFUSED if each.name == "RecurrentGemma")
+    model = entry.build()
+    cache = prefill(model, IDS[:PROMPT], DynamicCache())
+    assert len(cache.layers) == 1
+    with pytest.raises(UnsupportedCache, match=r"layer 1 of RecurrentGemmaForCausalLM \(linear_attention\)"):
+        kvcellar.save(tmp_path / "a.kvc", cache, tokens=IDS[:PROMPT], model=model)
+    shared = BY_NAME["Gemma3n text"].build()
+    cache = prefill(shared, IDS[:PROMPT], DynamicCache())
+    assert len(cache.layers) == 2
+    kvcellar.save(tmp_path / "a.kvc", cache, tokens=IDS[:PROMPT], model=shared)
+    with kvcellar.open(tmp_path / "a.kvc", model=shared) as stored:
+        restored = stored.restore().cache
+        for unknown in ({7: "cpu"}, {-1: "cpu"}, {"model.layers.0": "cpu"}):
+            with pytest.raises(InvalidInput, match="layers"):
+                stored.restore(device=unknown)
+    assert torch.equal(_goes_on(shared, restored, IDS[PROMPT:]), _goes_on(shared, cache, IDS[PROMPT:]))

@@ -99,6 +99,8 @@ class Archive:
         if positions is not None and prompt is not None:
             raise InvalidInput("give positions or prompt, not both")
         chosen = self._layers(layers)
+        if isinstance(device, Mapping):
+            self._layers(device)
         if prompt is not None:
             ids = token_ids(prompt, what="prompt")
             if not len(ids):

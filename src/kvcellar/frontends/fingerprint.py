@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, UnsupportedCache
 from ..identity import MODEL, Identity, frame
 from ..recipe import canonical_json
 
@@ -86,10 +86,27 @@ def identity_of_model(model: Any) -> Identity:
     return identity
 
 
+def _text_config(model: Any) -> tuple[Any, Any]:
+    config: Any = getattr(getattr(model, "_orig_mod", model), "config", None)
+    return config, config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def require_every_layer(model: Any, layers: int) -> None:
+    """Raise UnsupportedCache when a cache of so many `layers` ends before the model does.
+
+    Its last layers may keep state elsewhere. Layers without a cache by design may be missing.
+    """
+    _, text = _text_config(model)
+    shared, kinds = getattr(text, "kv_sharing_modes", None) or [], getattr(text, "layer_types", None) or []
+    for index in range(layers, getattr(text, "num_hidden_layers", None) or 0):
+        kind = kinds[index] if index < len(kinds) else "attention"
+        if kind not in ("moe", "mlp") and (index >= len(shared) or shared[index] != "reuse"):
+            raise UnsupportedCache(f"layer {index} of {type(model).__name__} ({kind}) is not in the cache")
+
+
 def require_plain_positions(model: Any) -> None:
     """Raise InvalidInput for a model whose positions cannot be told from the number of tokens (multimodal RoPE)."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    config, text = _text_config(model)
     for each in (config, text):
         for name in ("rope_parameters", "rope_scaling"):
             if "mrope_section" in (getattr(each, name, None) or {}):

@@ -31,7 +31,7 @@ from ..store.base import Appender, Reader
 from ..store.local import LocalStore
 from ..symbols import byteplanes as byteplanes  # its kernels load with this module, not in the first restore
 from .archive import Archive
-from .fingerprint import require_plain_positions
+from .fingerprint import require_every_layer, require_plain_positions
 from .inputs import resolve_identity, take_row, token_ids
 
 Path = str | os.PathLike[str]
@@ -80,6 +80,8 @@ def save(
     if next_position is None and model is not None:
         require_plain_positions(model)
     kv, ids, first_position = take_row(cache, tokens, row, attention_mask, positions)
+    if model is not None:
+        require_every_layer(model, len(kv.layers))
     chosen = find_recipe(recipe)
     if profile is None:
         profile = find_fitted(chosen, who, kv.geometry)
