@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 
-.PHONY: env demo test lint types bench bench-quick peers model clean
+.PHONY: env demo test lint types bench bench-quick fuzz model models-page peers clean
 
 env: $(STAMP)
 
@@ -31,10 +31,17 @@ types: env
 
 bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/python benchmarks/exact.py
+	$(BIN)/python benchmarks/million.py
 	$(BIN)/python benchmarks/readme.py
 
 bench-quick: env  # 8 windows, all recipes, no peers
 	$(BIN)/kvcellar bench --quick --out benchmarks/results/bench-quick.json
+
+fuzz: env  # a million damaged and forged archives, resumable; an hour of both cores
+	$(BIN)/python benchmarks/fuzz.py
+
+models-page: env  # docs/models.md
+	$(BIN)/python benchmarks/modelpage.py
 
 # Two of transformers' quantized caches need packages here (hqq is built from source against the torch that is here);
 # the other packaged peers get environments of their own. What fails leaves the rest usable.

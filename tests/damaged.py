@@ -13,7 +13,7 @@ import kvcellar
 from archives import SMALL, Bytes, contents, contents_of, prefix, same, spans
 from kvcellar.archive.reader import ArchiveReader
 from kvcellar.archive.repair import RepairReport
-from kvcellar.frontends.cli.repair import repair_file
+from kvcellar.frontends.repair import repair as repair_file
 from kvcellar.profile import Profile
 
 STATES = (5, 7, 10, 21)  # a tail, a longer tail, a block and a tail that replace it, two blocks and a tail

@@ -18,7 +18,7 @@ from kvcellar.archive.block import part_table
 from kvcellar.archive.format import BLOCK, COMMIT, INDEX, MANIFEST, PROFILE, pack_record
 from kvcellar.archive.reader import ArchiveReader
 from kvcellar.errors import DamagedArchive, InvalidInput
-from kvcellar.frontends.cli.repair import repair_file
+from kvcellar.frontends.repair import repair as repair_file
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -17,7 +17,7 @@ from damaged import TOKENS, Sample, damaged, live_block, make_samples
 from hostile import Forger
 from kvcellar.archive.format import MAGIC, checksum
 from kvcellar.errors import ArchiveLocked, ArchiveNotFound, DamagedArchive, InvalidInput, NotAnArchive, StorageError
-from kvcellar.frontends.cli.repair import repair_file
+from kvcellar.frontends.repair import repair as repair_file
 from kvcellar.store.local import LocalPending, LocalStore
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -15,7 +15,9 @@ from .recipe import Recipe
 if TYPE_CHECKING:
     from .cache import KVCache, LayerKV, Restored
     from .frontends.archive import Archive
+    from .frontends.batch import Batch, batch
     from .frontends.library import Found, find, open, save
+    from .frontends.repair import repair
     from .profile import Profile
 
 __version__ = "0.1.0"
@@ -24,14 +26,18 @@ _LATER = {
     "open": "frontends.library",
     "find": "frontends.library",
     "Archive": "frontends.archive",
+    "Batch": "frontends.batch",
+    "batch": "frontends.batch",
     "Found": "frontends.library",
     "KVCache": "cache",
     "LayerKV": "cache",
     "Restored": "cache",
     "Profile": "profile",
+    "repair": "frontends.repair",
 }
 __all__ = [
     "Archive",
+    "Batch",
     "Found",
     "Identity",
     "KVCache",
@@ -40,8 +46,10 @@ __all__ = [
     "Profile",
     "Recipe",
     "Restored",
+    "batch",
     "find",
     "open",
+    "repair",
     "save",
 ]
 

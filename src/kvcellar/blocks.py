@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -120,16 +121,20 @@ def _spans_by_block(
     reader: ArchiveReader, wanted: Mapping[int, Sequence[range]]
 ) -> Iterator[tuple[Block, dict[int, range]]]:
     """Blocks with the span that each layer wants of them; a block comes again for a layer's next span in it."""
-    edges = [edge for spans in wanted.values() for span in spans for edge in (span.start, span.stop)]
-    if not edges:
-        return
-    for block in reader.blocks(min(edges), max(edges)):
-        touching = {
-            layer: [span for span in spans if span.start < block.stop and span.stop > block.head.start]
-            for layer, spans in wanted.items()
-        }
-        for turn in range(max(map(len, touching.values()))):
-            yield block, {layer: spans[turn] for layer, spans in touching.items() if turn < len(spans)}
+    alike: dict[tuple[range, ...], list[int]] = {}
+    for layer, spans in wanted.items():
+        alike.setdefault(tuple(spans), []).append(layer)
+    indexes = {i for spans in alike for span in spans for i in reader.block_indexes(span.start, span.stop)}
+    for block in map(reader.block, sorted(indexes)):
+        touching = [(layers, _touching(spans, block)) for spans, layers in alike.items()]
+        for turn in range(max(len(spans) for _, spans in touching)):
+            yield block, {i: spans[turn] for layers, spans in touching if turn < len(spans) for i in layers}
+
+
+def _touching(spans: Sequence[range], block: Block) -> Sequence[range]:
+    """Those of ascending spans, apart from each other, that `block` holds tokens of."""
+    first = bisect_right(spans, block.head.start, key=lambda span: span.stop)
+    return spans[first : bisect_left(spans, block.stop, key=lambda span: span.start)]
 
 
 def _tasks(pipeline: Pipeline, block: Block, takes: dict[int, _Take]) -> list[_Task]:

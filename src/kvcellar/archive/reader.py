@@ -130,13 +130,16 @@ class ArchiveReader:
             raise DamagedArchive(part, f"{record.body_length} bytes of parts, its table says {head.body_length}")
         return Block(head, record.body_offset, part)
 
+    def block_indexes(self, start: int, stop: int) -> range:
+        """Indexes of the blocks that hold tokens of `start`…`stop`."""
+        if start >= stop:
+            return range(0)
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        return range(first, int(np.searchsorted(self._starts, stop, side="left")))
+
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         """Blocks that hold tokens of `start`…`stop`, in order."""
-        if start < stop:
-            first = int(np.searchsorted(self._starts, start, side="right")) - 1
-            last = int(np.searchsorted(self._starts, stop, side="left"))
-            for index in range(first, last):
-                yield self.block(index)
+        yield from map(self.block, self.block_indexes(start, stop))
 
     def read_parts(self, block: Block, groups: Sequence[int], buffer: np.ndarray | None = None) -> list[memoryview]:
         """Bytes of consecutive layer groups of a block, each checked, in one read of just these bytes.
