@@ -19,8 +19,8 @@ demo: env
 model: env
 	$(BIN)/python -c "from kvcellar.frontends.cli.demo_model import demo_model; print(demo_model())"
 
-test: env
-	$(BIN)/python -m pytest
+test: env  # on up to four cores, each process with one thread
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4
 
 lint: env
 	$(BIN)/ruff check .
