@@ -118,6 +118,7 @@ def test_a_file_needs_the_package_to_restore_but_not_to_be_looked_at(
     assert "mine" in sys.modules
     (folder / "pkg-1.0.dist-info" / "entry_points.txt").unlink()
     stages._loaded.clear()
+    stages._offered.cache_clear()
     with kvcellar.open(path, identity="m") as archive, pytest.raises(InvalidRecipe, match=r"unknown.*mine/1"):
         archive.read(0, 0, 1)
 

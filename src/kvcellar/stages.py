@@ -19,6 +19,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import InvalidRecipe, KVCellarError
@@ -199,10 +200,24 @@ def installed(kind: str) -> dict[str, list[importlib.metadata.EntryPoint]]:
     there, beside its own metadata.
     """
     here = os.path.realpath(os.getcwd())
-    folders = [entry for entry in sys.path if entry and os.path.realpath(entry) != here]
+    folders = tuple(entry for entry in sys.path if entry and os.path.realpath(entry) != here)
+    return _offered(kind, folders, tuple(map(_changed, folders)))
+
+
+def _changed(folder: str) -> int:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except OSError:
+        return 0
+
+
+@lru_cache(64)  # the look takes most of a second, and a hostile file could ask for it again and again
+def _offered(
+    kind: str, folders: tuple[str, ...], changed: tuple[int, ...]
+) -> dict[str, list[importlib.metadata.EntryPoint]]:
     found: dict[str, list[importlib.metadata.EntryPoint]] = {}
     packages = set()
-    for package in importlib.metadata.distributions(path=folders):
+    for package in importlib.metadata.distributions(path=list(folders)):
         try:
             name, points = package.name, package.entry_points.select(group=ENTRY_POINTS)
         except Exception:  # a package whose metadata cannot be read offers nothing, and must not hinder others

@@ -33,7 +33,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
         label = f"{name}{' (KL 0)' if row['kl'] == 0 else ''}"
         family = families.setdefault(name.rsplit("-", 1)[0], len(families))
         marker = _PEERS[family % len(_PEERS)] if name.startswith("peer:") else "o"
-        style = {"fmt": marker, "color": f"C{number % 10}", "capsize": 3, "label": label}
+        style: dict[str, Any] = {"fmt": marker, "color": f"C{number % 10}", "capsize": 3, "label": label}
         axes.errorbar([row["file_bytes_per_token"]], [height], yerr=spread, **style)
     axes.set(xscale="log", yscale="log", xlabel="bytes per token, whole file", ylabel="KL, nats per token")
     axes.set_title("rate and quality, all texts; lower left is better")
