@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = f"kvcellar-{kvcellar.__version__}"
 SAVE = """
+from safetensors.torch import save_file
 import importlib.metadata, sys
 import kvcellar, torch
 assert kvcellar.__file__.startswith(sys.prefix), kvcellar.__file__
@@ -38,15 +39,16 @@ with kvcellar.open("a.kvc", identity="m") as archive:
         archive.restore()
     except kvcellar.errors.MissingExtra as error:
         print(error)
-torch.save([t for pair in cache for t in pair], "cache.pt")
+save_file({f"{i:03}": t.contiguous() for i, t in enumerate(t for pair in cache for t in pair)}, "cache.safetensors")
 """
 RESTORE = """
 import sys
 import kvcellar, torch
+from safetensors.torch import load_file
 assert kvcellar.__file__.startswith(sys.prefix), kvcellar.__file__
 with kvcellar.open("a.kvc", identity="m") as archive:
     restored = archive.restore()
-before = torch.load("cache.pt")
+before = [tensor for _, tensor in sorted(load_file("cache.safetensors").items())]
 after = [side for layer in restored.cache.layers for side in (layer.keys, layer.values)]
 assert len(before) == len(after) and all(map(torch.equal, before, after))
 print(type(restored.cache).__name__, restored.matched)

@@ -151,6 +151,11 @@ class Geometry:
     def to_json(self) -> list[dict[str, Any]]:
         return [{"layers": count, **layer.to_json()} for count, layer in self.runs()]
 
+    @property
+    def summary(self) -> str:
+        """The runs in words, for messages."""
+        return "; ".join(f"{run['layers']} layers of {run['key']} ({run['kind']})" for run in self.to_json())
+
     def pack(self) -> bytes:
         """Runs of 16 bytes each, 20 for sliding layers, as docs/format.md lists them."""
         packed = [struct.pack("<H", len(self.runs()))]

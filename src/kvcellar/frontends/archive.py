@@ -169,7 +169,7 @@ class Archive:
             what = "the ids end there" if stored is None else f"stored id {stored}, given {int(ids[matched - start])}"
             raise TokensMismatch(f"the ids must extend the {reader.tokens} stored ones; they part at {matched}: {what}")
         if kv.geometry != reader.manifest.geometry:
-            raise InvalidInput(f"the cache has {_shape(kv.geometry)}, the archive {_shape(reader.manifest.geometry)}")
+            raise InvalidInput(f"the cache has {kv.geometry.summary}, the archive {reader.manifest.geometry.summary}")
         if start + len(ids) > matched:
             new, new_ids = kv.tokens(matched - start, len(ids)), ids[matched - start :]
             self._warn_of_second_bos(new_ids)
@@ -295,7 +295,3 @@ class Archive:
 
     def _decode(self, wanted: Mapping[int, Sequence[range]]) -> dict[int, LayerKV]:
         return decode_blocks(self._ready_pipeline(), self._open(), wanted)
-
-
-def _shape(geometry: Any) -> str:
-    return "; ".join(f"{run['layers']} layers of {run['key']} ({run['kind']})" for run in geometry.to_json())
