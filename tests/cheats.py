@@ -22,11 +22,13 @@ class FromMemory(stages.SymbolCoder):
     max_expansion = 1 << 40
     kept: list[list[np.ndarray]] = []  # noqa: RUF012 (shared on purpose: that is the cheat)
 
-    def encode(self, arrays: Sequence[np.ndarray]) -> bytes:
+    def encode(self, arrays: Sequence[np.ndarray], layers: range) -> bytes:
         self.kept.append([array.copy() for array in arrays])
         return (len(self.kept) - 1).to_bytes(8, "little")
 
-    def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]]) -> None:
+    def decode(
+        self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]], groups: Sequence[range]
+    ) -> None:
         for part, arrays in zip(parts, out, strict=True):
             index = int.from_bytes(part, "little")
             for i, array in enumerate(arrays):
@@ -38,16 +40,16 @@ class IgnoresALayer(BytePlanes):
 
     id = "test-cheat-layer/1"
     max_expansion = 1 << 40
-    groups = 0
 
-    def encode(self, arrays: Sequence[np.ndarray]) -> bytes:
-        self.groups += 1
-        return super().encode(arrays) if self.groups % 2 else b"\0"
+    def encode(self, arrays: Sequence[np.ndarray], layers: range) -> bytes:
+        return b"\0" if layers.start % 2 else super().encode(arrays, layers)
 
-    def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]]) -> None:
-        for part, arrays in zip(parts, out, strict=True):
-            if len(part) > 1:
-                super().decode([part], [arrays])
+    def decode(
+        self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]], groups: Sequence[range]
+    ) -> None:
+        for part, arrays, layers in zip(parts, out, groups, strict=True):
+            if not layers.start % 2:
+                super().decode([part], [arrays], [layers])
             else:
                 for array in arrays:
                     array[...] = 0
@@ -61,9 +63,9 @@ class CountsTokens(BytePlanes):
 
     id = "test-cheat-count/1"
 
-    def encode(self, arrays: Sequence[np.ndarray]) -> bytes:
+    def encode(self, arrays: Sequence[np.ndarray], layers: range) -> bytes:
         COUNTED.append(arrays[0].shape[1])
-        return super().encode(arrays)
+        return super().encode(arrays, layers)
 
 
 CHEATS = (FromMemory, IgnoresALayer, CountsTokens)

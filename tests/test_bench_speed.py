@@ -240,9 +240,9 @@ def test_the_floor_takes_nothing_but_zeros() -> None:
     with pytest.raises(InvalidInput, match="no predictor"):
         zero_residual(EXACT)
     with pytest.raises(InvalidInput, match="expected zeros"):
-        Zeros().encode([np.array([[0, 1]], np.int32)])
+        Zeros().encode([np.array([[0, 1]], np.int32)], range(1))
     with pytest.raises(DamagedArchive):
-        Zeros().decode([memoryview(b"\1")], [[np.empty((1, 2), np.int32)]])
+        Zeros().decode([memoryview(b"\1")], [[np.empty((1, 2), np.int32)]], [range(1)])
 
 
 def test_every_recipe_that_predicts_has_a_floor() -> None:

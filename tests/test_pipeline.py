@@ -15,7 +15,7 @@ import kvcellar
 from kvcellar import stages
 from kvcellar.cache import KVCache, LayerKV, allocate
 from kvcellar.errors import InvalidRecipe
-from kvcellar.pipeline import Pipeline
+from kvcellar.pipeline import Pipeline, Tokens
 from kvcellar.recipe import Window
 from kvcellar.stages import Context
 from models import bits, same_bits
@@ -31,8 +31,8 @@ def restored_by(monkeypatch: pytest.MonkeyPatch) -> list[list[list[Tensor]]]:
     runs: list[list[list[Tensor]]] = []
 
     class Recorded(Context):
-        def __init__(self, tokens: np.ndarray, first_position: int):
-            super().__init__(tokens, first_position)
+        def __init__(self, tokens: np.ndarray, positions: np.ndarray):
+            super().__init__(tokens, positions)
             runs.append(self.restored)
 
     monkeypatch.setattr("kvcellar.pipeline.Context", Recorded)
@@ -51,7 +51,7 @@ def _decoded(pipeline: Pipeline, parts: list[bytes], ids: np.ndarray, groups: li
     """Layers by index, of all groups or of `groups` alone."""
     groups = list(range(len(pipeline.groups))) if groups is None else groups
     out = allocate(pipeline.geometry, {i: len(ids) for group in groups for i in pipeline.groups[group]})
-    pipeline.decode(groups, [memoryview(parts[group]) for group in groups], ids, 0, out)
+    pipeline.decode(groups, [memoryview(parts[group]) for group in groups], Tokens.following(ids, 0), out)
     return out
 
 
@@ -78,7 +78,7 @@ def test_the_decoder_restores_what_the_encoder_went_on_from(
 ) -> None:
     kv, ids = _kv(make_cache(layers=LAYERS, dtype=dtype)), np.array(make_ids(40))
     pipeline = Pipeline(lossy(transform=transform), kv.geometry)
-    _decoded(pipeline, pipeline.encode(kv, ids, 0), ids)
+    _decoded(pipeline, pipeline.encode(kv, Tokens.following(ids, 0)), ids)
     encoder, decoder = restored_by
     assert [len(group) for group in encoder] == [len(group) for group in decoder] == [4, 4, 2]
     for one, other in zip(chain(*encoder), chain(*decoder), strict=True):
@@ -90,7 +90,7 @@ def test_the_decoder_restores_what_the_encoder_went_on_from(
 def test_errors_do_not_add_up_over_groups(make_cache: Callable, make_ids: Callable) -> None:
     kv, ids = _kv(make_cache(layers=16)), np.array(make_ids(40))
     pipeline = Pipeline(lossy(), kv.geometry)
-    out = _decoded(pipeline, pipeline.encode(kv, ids, 0), ids)
+    out = _decoded(pipeline, pipeline.encode(kv, Tokens.following(ids, 0)), ids)
     errors = _errors(kv, out)
     assert max(errors) <= STEP / 2 * (1 + 1e-4)
     assert min(errors) > STEP / 4  # every group was really rounded
@@ -108,14 +108,14 @@ def test_predicting_from_the_original_would_add_errors_up(
         return [side for i in next(groups) for side in (kv.layers[i].keys, kv.layers[i].values)]
 
     monkeypatch.setattr(pipeline, "_restore", original)
-    parts = pipeline.encode(kv, ids, 0)
+    parts = pipeline.encode(kv, Tokens.following(ids, 0))
     assert _errors(kv, _decoded(pipeline, parts, ids))[-1] > STEP
 
 
 def test_a_transform_works_on_the_residual_and_is_undone(make_cache: Callable, make_ids: Callable) -> None:
     kv, ids = _kv(make_cache(layers=LAYERS, heads=3, width=4)), np.array(make_ids(40))
     pipeline = Pipeline(lossy(transform=TRANSFORM), kv.geometry)
-    errors = _errors(kv, _decoded(pipeline, pipeline.encode(kv, ids, 0), ids))
+    errors = _errors(kv, _decoded(pipeline, pipeline.encode(kv, Tokens.following(ids, 0)), ids))
     assert max(errors) <= STEP / 4 * (1 + 1e-4)  # coefficients are twice the residual
     assert min(errors) > STEP / 16
 
@@ -124,7 +124,7 @@ def test_a_quantizer_alone_works_layer_by_layer(make_cache: Callable, make_ids: 
     source = [make_cache(layers=1, heads=h, width=w, seed=h)[0] for h, w in ((1, 4), (3, 8), (2, 2))]
     kv, ids = _kv(source), np.array(make_ids(40))
     pipeline = Pipeline(lossy(predict=None), kv.geometry)
-    parts = pipeline.encode(kv, ids, 0)
+    parts = pipeline.encode(kv, Tokens.following(ids, 0))
     assert len(parts) == 3
     assert STEP / 4 < max(_errors(kv, _decoded(pipeline, parts, ids))) <= STEP / 2 * (1 + 1e-4)
     alone = _decoded(pipeline, parts, ids, [1])
@@ -137,7 +137,8 @@ def test_tokens_and_positions_reach_the_predictor(make_cache: Callable, make_ids
     pipeline = Pipeline(lossy(predict={"id": "test-tokens/1"}), kv.geometry)
     out = allocate(kv.geometry, {0: 40, 1: 40})
     for first, expected in ((100, True), (0, False)):
-        pipeline.decode([0, 1], [memoryview(p) for p in pipeline.encode(kv, ids, 100)], ids, first, out)
+        parts = [memoryview(part) for part in pipeline.encode(kv, Tokens.following(ids, 100))]
+        pipeline.decode([0, 1], parts, Tokens.following(ids, first), out)
         assert (max(_errors(kv, out)) <= STEP / 2 * (1 + 1e-3)) == expected
 
 
@@ -162,7 +163,7 @@ def test_a_predictor_without_a_quantizer_is_bit_exact(
     source[1][0][0, 0, 0, :5] = torch.tensor([float("inf"), float("-inf"), -0.0, 0.0, 1e-40], dtype=dtype)
     kv, ids = _kv(source), np.array(make_ids(40))
     pipeline = Pipeline(exact(predict={**PREDICT, "factor": factor}), kv.geometry)
-    out = _decoded(pipeline, pipeline.encode(kv, ids, 0), ids)
+    out = _decoded(pipeline, pipeline.encode(kv, Tokens.following(ids, 0)), ids)
     assert same_bits(_sides(out[i] for i in range(LAYERS)), _sides(kv.layers))
 
 
@@ -177,7 +178,7 @@ def test_bit_exact_prediction_of_nan(make_cache: Callable, make_ids: Callable, d
         values[0, 0, 3:9] = float("nan")
     kv, ids = _kv(source).tokens(3, 44), np.array(make_ids(41))
     pipeline = Pipeline(exact(), kv.geometry)
-    out = _decoded(pipeline, pipeline.encode(kv, ids, 0), ids)
+    out = _decoded(pipeline, pipeline.encode(kv, Tokens.following(ids, 0)), ids)
     assert same_bits(_sides(out[i] for i in range(LAYERS)), _sides(kv.layers))
 
 
@@ -187,7 +188,7 @@ def test_bit_exact_prediction_of_nan(make_cache: Callable, make_ids: Callable, d
         (lossy(quantize=None, transform=TRANSFORM), "transforms without a quantizer"),
         (lossy(transform={**TRANSFORM, "layers_per_group": 3}), r"group layers by \[2, 3\]"),
         (lossy(reduce={"id": "random/1"}), "reduces tokens"),
-        (lossy(window=Window(sinks=4, recent=32)), "window"),
+        (exact(window=Window(sinks=4, recent=32)), "fine window without a quantizer"),
         (lossy(predict={"id": "nothing/1"}), "unknown predict stage 'nothing/1'; known: .*test-shallower/1"),
         (lossy(transform={"id": FromShallower.id}), "unknown transform stage"),  # a predictor is no transform
         (lossy(quantize={"id": "byteplanes-zstd/1"}), "unknown quantize stage"),

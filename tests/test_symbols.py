@@ -18,9 +18,9 @@ CODER = BytePlanes()
 
 def _round_trip(arrays: list[np.ndarray]) -> bytes:
     """Encode, decode both ways, compare bits and sizes; gives the part."""
-    part = CODER.encode(arrays)
+    part = CODER.encode(arrays, range(1))
     out = [np.full(array.shape, 0xA5, array.dtype) for array in arrays]
-    CODER.decode([part], [out])
+    CODER.decode([part], [out], [range(1)])
     plain = read_plain(part, [array.shape for array in arrays], arrays[0].dtype.type)
     for array, decoded, expected in zip(arrays, out, plain, strict=True):
         assert np.array_equal(array, expected), "encode and the format's text disagree"
@@ -124,7 +124,7 @@ def test_outputs_may_be_slices_of_larger_arrays(dtype: type, tokens: int) -> Non
         whole = np.full((3, tokens + 30, 16), 0xBEEF, dtype)
         expected = whole.copy()
         expected[:, 11 : 11 + tokens] = array
-        CODER.decode([CODER.encode([array])], [[whole[:, 11 : 11 + tokens]]])
+        CODER.decode([CODER.encode([array], range(1))], [[whole[:, 11 : 11 + tokens]]], [range(1)])
         assert np.array_equal(whole, expected)
 
 
@@ -132,7 +132,7 @@ def test_inputs_may_be_slices_and_are_left_alone() -> None:
     whole = like_keys(np.uint16, (2, 60, 8))
     before = whole.copy()
     view = whole[:, 10:40]
-    assert CODER.encode([view]) == CODER.encode([view.copy()])
+    assert CODER.encode([view], range(1)) == CODER.encode([view.copy()], range(1))
     assert np.array_equal(whole, before)
 
 
@@ -145,7 +145,7 @@ def test_parts_decode_together_as_they_do_alone() -> None:
         for tokens in (3, 20, 64)
     ]
     out = [[np.empty_like(array) for array in group] for group in arrays]
-    CODER.decode([memoryview(CODER.encode(group)) for group in arrays], out)
+    CODER.decode([memoryview(CODER.encode(group, range(1))) for group in arrays], out, [range(i, i + 1) for i in range(len(out))])
     for group, decoded in zip(arrays, out, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(group, decoded, strict=True))
 

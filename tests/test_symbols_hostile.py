@@ -37,7 +37,7 @@ def _frame(content: bytes, **settings: object) -> bytes:
 def _refused(part: bytes, shape: tuple[int, int, int] = (1, 16, 4), dtype: type = np.uint16, count: int = 1) -> str:
     out = [np.zeros(shape, dtype) for _ in range(count)]
     with pytest.raises(DamagedArchive) as caught:
-        CODER.decode([part], [out])
+        CODER.decode([part], [out], [range(1)])
     return str(caught.value)
 
 
@@ -45,7 +45,7 @@ def _refused(part: bytes, shape: tuple[int, int, int] = (1, 16, 4), dtype: type 
 @pytest.mark.parametrize("make", [like_keys, lambda dtype, shape: np.arange(640, dtype=dtype).reshape(shape) * 40503])
 def test_a_part_cut_anywhere_is_refused(dtype: type, make: Callable) -> None:
     array = make(dtype, (2, 20, 16))
-    part = CODER.encode([array, array])
+    part = CODER.encode([array, array], range(1))
     for cut in range(len(part)):
         _refused(part[:cut], array.shape, dtype, 2)
 
@@ -116,7 +116,7 @@ def test_lengths_that_shift_the_planes_are_refused() -> None:
 
 def test_bytes_behind_the_streams_are_refused() -> None:
     array = like_keys(np.uint16, (2, 20, 16))
-    part = CODER.encode([array])
+    part = CODER.encode([array], range(1))
     for rest in (b"\1", b"\0\1", b"\xff" * 50, part):
         assert "left over" in _refused(part + rest, array.shape)
     _refused(part, array.shape, count=2)
@@ -125,7 +125,7 @@ def test_bytes_behind_the_streams_are_refused() -> None:
 def test_a_part_for_other_arrays_is_refused() -> None:
     """More tokens, heads or width than were written, fewer, or other words."""
     array = like_keys(np.uint16, (2, 20, 16))
-    part = CODER.encode([array])
+    part = CODER.encode([array], range(1))
     for shape in [(2, 21, 16), (3, 20, 16), (2, 20, 17), (2, 19, 16), (1, 20, 16), (2, 20, 8)]:
         _refused(part, shape)
     _refused(part, (2, 20, 16), np.uint32)
@@ -137,7 +137,7 @@ def test_a_part_for_other_arrays_is_refused() -> None:
 def test_no_bytes_do_more_than_raise(data: bytes, start: bytes) -> None:
     out = [np.zeros((1, 16, 4), np.uint16)]
     try:
-        CODER.decode([start + data], [out])
+        CODER.decode([start + data], [out], [range(1)])
     except DamagedArchive:
         return
     assert start + data[: 1 - len(start)] == b"\0", "only a raw stream of the right length can be read by chance"
@@ -147,13 +147,13 @@ def test_no_bytes_do_more_than_raise(data: bytes, start: bytes) -> None:
 def test_no_flipped_byte_does_more_than_raise_or_change_numbers(dtype: type) -> None:
     """Checksums notice such flips before; the coder must stay within its arrays all the same."""
     array = like_keys(dtype, (2, 20, 8))
-    part = CODER.encode([array])
+    part = CODER.encode([array], range(1))
     for at in range(len(part)):
         for mask in (0x01, 0x80, 0xFF):
             broken = bytearray(part)
             broken[at] ^= mask
             fenced = np.full((2, 60, 8), 0x5A5A, dtype)
             with suppress(DamagedArchive):
-                CODER.decode([bytes(broken)], [[fenced[:, 20:40]]])
+                CODER.decode([bytes(broken)], [[fenced[:, 20:40]]], [range(1)])
             assert (fenced[:, :20] == 0x5A5A).all()
             assert (fenced[:, 40:] == 0x5A5A).all()

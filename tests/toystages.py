@@ -16,7 +16,7 @@ from kvcellar import stages
 from kvcellar.errors import DamagedArchive, ProfileMissing
 from kvcellar.geometry import Geometry
 from kvcellar.profile import Profile
-from kvcellar.stages import Context
+from kvcellar.stages import Context, Grade
 
 
 class FromShallower(stages.Predictor):
@@ -41,8 +41,7 @@ class FromTokens(stages.Predictor):
     layers_per_group = 1
 
     def predict(self, context: Context, like: list[Tensor]) -> list[Tensor]:
-        positions = np.arange(len(context.tokens)) + context.first_position
-        column = torch.from_numpy(context.tokens % 100 + positions).float()[None, :, None]
+        column = torch.from_numpy(context.tokens % 100 + context.positions).float()[None, :, None]
         return [column.expand(t.shape) for t in like]
 
 
@@ -70,27 +69,36 @@ class Doubled(stages.Transform):
     def __init__(self, *, layers_per_group: int = 2):
         self.layers_per_group = layers_per_group
 
-    def forward(self, residual: list[Tensor]) -> Tensor:
+    def forward(self, residual: list[Tensor], layers: range, positions: Tensor) -> Tensor:
         return torch.cat([t.permute(1, 0, 2).flatten(1) for t in residual], dim=1).flip(1) * 2
 
-    def inverse(self, coefficients: Tensor, like: list[Tensor]) -> list[Tensor]:
+    def inverse(self, coefficients: Tensor, like: list[Tensor], layers: range, positions: Tensor) -> list[Tensor]:
         columns = torch.split(coefficients.flip(1) / 2, [t.shape[0] * t.shape[2] for t in like], dim=1)
         return [c.unflatten(1, (t.shape[0], t.shape[2])).permute(1, 0, 2) for c, t in zip(columns, like, strict=True)]
 
 
 class Coarse(stages.Quantizer):
-    """Rounds to multiples of `step`."""
+    """Rounds to multiples of `step`, for fine tokens FINER times smaller."""
 
     id = "test-coarse/1"
 
     def __init__(self, *, step: float):
         self.step = step
 
-    def quantize(self, coefficients: Tensor) -> np.ndarray:
-        return torch.round(coefficients / self.step).to(torch.int32).numpy()
+    def bind(self, geometry: Geometry, profile: Profile | None) -> None:
+        self.geometry = geometry
 
-    def dequantize(self, symbols: np.ndarray) -> Tensor:
-        return torch.from_numpy(symbols).float() * self.step
+    def layout(self, layers: range, grade: Grade) -> list[tuple[int, type[np.generic]]]:
+        return [(sum(self.geometry.layers[i].numbers_per_token for i in layers), np.int32)]
+
+    def quantize(self, coefficients: Tensor, layers: range, grade: Grade) -> list[np.ndarray]:
+        return [torch.round(coefficients / self._step(grade)).to(torch.int32).numpy()]
+
+    def dequantize(self, symbols: Sequence[np.ndarray], layers: range, grade: Grade) -> Tensor:
+        return torch.from_numpy(symbols[0]).float() * self._step(grade)
+
+    def _step(self, grade: Grade) -> float:
+        return self.step / (FINER if grade is Grade.FINE else 1)
 
 
 class Integers(stages.SymbolCoder):
@@ -99,13 +107,15 @@ class Integers(stages.SymbolCoder):
     id = "test-integers/1"
     max_expansion = 4096
 
-    def encode(self, arrays: Sequence[np.ndarray]) -> bytes:
+    def encode(self, arrays: Sequence[np.ndarray], layers: range) -> bytes:
         if any(array.dtype != np.int32 for array in arrays):
             raise TypeError(f"expected int32, got {[array.dtype for array in arrays]}")
         streams = [zlib.compress(np.ascontiguousarray(array, "<i4").tobytes()) for array in arrays]
         return b"".join(struct.pack("<I", len(stream)) + stream for stream in streams)
 
-    def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]]) -> None:
+    def decode(
+        self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]], groups: Sequence[range]
+    ) -> None:
         for part, arrays in zip(parts, out, strict=True):
             at = 0
             for array in arrays:
@@ -128,6 +138,7 @@ for _kind, _stage in (
     stages.register(_kind, _stage)
 
 STEP = 0.5
+FINER = 64
 PREDICT = {"id": FromShallower.id}
 TRANSFORM = {"id": Doubled.id}
 QUANTIZE = {"id": Coarse.id, "step": STEP}

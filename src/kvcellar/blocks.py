@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -18,39 +18,77 @@ from .archive.writer import NewBlock
 from .cache import KVCache, LayerKV, allocate
 from .errors import DamagedArchive, InvalidInput
 from .geometry import Geometry
-from .pipeline import Pipeline
+from .pipeline import Pipeline, Tokens
+from .stages import Grade
+from .window import FineWindow, Symbols, encode_graded
 
 CHUNK_BYTES = 3 << 19
 _local = threading.local()
 
 
 def encode_blocks(
-    pipeline: Pipeline, manifest: Manifest, kv: KVCache, ids: np.ndarray, first: int, position: int | None = None
+    pipeline: Pipeline,
+    manifest: Manifest,
+    kv: KVCache,
+    ids: np.ndarray,
+    first: int,
+    position: int | None = None,
+    stored: Symbols | None = None,
 ) -> Iterator[NewBlock]:
-    """Blocks of `kv`, whose first token has index `first` and that `position` (default: the index).
+    """Blocks of the tokens `stored` in the archive's tail and then those of `kv`; `ids` are of both.
 
-    Only the last may be unsealed.
+    The first token has index `first` and that `position` (default: the index). Only the last block may be unsealed.
     """
-    if len(kv) != len(ids):
-        raise InvalidInput(f"{len(kv)} tokens and {len(ids)} ids of them")
-    size = manifest.recipe.block
+    stored = stored or Symbols.none(pipeline)
+    if len(stored) + len(kv) != len(ids):
+        raise InvalidInput(f"{len(stored) + len(kv)} tokens and {len(ids)} ids of them")
+    window = FineWindow(manifest.recipe, first + len(ids))
     position = first if position is None else position
-    for start in range(0, len(ids), size):
-        tokens = ids[start : start + size]
-        cut = kv.tokens(start, start + len(tokens))
-        parts = pipeline.encode(cut, tokens, position + start)
+    for span in window.blocks(first):
+        tokens = Tokens.following(ids[span.start - first : span.stop - first], position + span.start - first)
+        tokens = tokens._replace(coarse=window.coarse(span))
+        old, stored = stored.split(len(span))
+        new = span.stop - first - len(ids) + len(kv)
+        cut = kv.tokens(new - len(span) + len(old), new)
+        parts = encode_graded(pipeline, cut, tokens, old) if not pipeline.lossless else pipeline.encode(cut, tokens)
         head = BlockHead(
-            start=first + start,
-            tokens=tokens,
-            sealed=len(tokens) == size,
+            start=span.start,
+            tokens=tokens.ids,
+            sealed=window.seals(span),
             geometry=manifest.geometry,
             recipe=manifest.recipe.digest,
             parts=part_table(parts),
-            first_position=position + start,
+            first_position=int(tokens.positions[0]),
             profile=bytes.fromhex(manifest.profile) if manifest.profile else None,
             held=_held(cut, manifest.geometry),
+            coarse=tokens.coarse,
         )
         yield NewBlock(head, parts)
+
+
+def stored_symbols(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: int) -> Symbols:
+    """The symbols of tokens `start`…`stop`, where blocks begin and end. Raises DamagedArchive."""
+    found, groups = Symbols.none(pipeline), range(len(pipeline.groups))
+    for block in reader.blocks(start, stop):
+        _require_plausible(pipeline, block, groups)
+        tokens = _tokens(reader, block)
+        rows = {Grade.COARSE: len(tokens.coarse), Grade.FINE: len(tokens.fine)}
+        arrays = {grade: pipeline.buffers(groups, count, grade) for grade, count in rows.items()}
+        try:
+            pipeline.unpack(groups, reader.read_parts(block, groups), {g: a for g, a in arrays.items() if rows[g]})
+        except DamagedArchive as error:
+            raise DamagedArchive(block.part, error.problem) from error
+        found = found.followed_by(Symbols.of_block(tokens, arrays))
+    return found
+
+
+def _tokens(reader: ArchiveReader, block: Block) -> Tokens:
+    """A block's tokens, those stored fine that newer ones made coarse being due."""
+    head = block.head
+    coarse = head.coarse_tokens
+    now = FineWindow(reader.manifest.recipe, reader.tokens).coarse(range(head.start, block.stop))
+    due = range(max(coarse.stop, now.start), now.stop)
+    return Tokens.following(head.tokens, head.first_position, coarse, due if due else range(0))
 
 
 def _held(cut: KVCache, geometry: Geometry) -> tuple[tuple[int, int], ...]:
@@ -90,9 +128,6 @@ def decode_blocks(
     tasks: list[_Task] = []
     counts = dict.fromkeys(wanted, 0)
     for block, spans in _spans_by_block(reader, wanted):
-        if len(block.head.parts) != len(pipeline.groups):
-            parts = f"{len(block.head.parts)} parts for {len(pipeline.groups)} layer groups"
-            raise DamagedArchive(block.part, parts)
         takes = {}
         for layer, span in spans.items():
             held = block.head.tokens_of(layer)
@@ -139,13 +174,20 @@ def _touching(spans: Sequence[range], block: Block) -> Sequence[range]:
 
 def _tasks(pipeline: Pipeline, block: Block, takes: dict[int, _Take]) -> list[_Task]:
     groups = pipeline.needed(takes)
-    for group in groups:
-        try:
-            pipeline.require_plausible(group, block.head.count_of, block.head.parts[group][0])
-        except DamagedArchive as error:
-            raise DamagedArchive(f"{block.part}, layer group {group}", error.problem) from error
+    _require_plausible(pipeline, block, groups)
     chunks = [groups] if pipeline.predictor and groups else list(_chunks(block, groups))
     return [_Task(block, chunk, takes) for chunk in chunks]
+
+
+def _require_plausible(pipeline: Pipeline, block: Block, groups: Iterable[int]) -> None:
+    head = block.head
+    if len(head.parts) != len(pipeline.groups):
+        raise DamagedArchive(block.part, f"{len(head.parts)} parts for {len(pipeline.groups)} layer groups")
+    for group in groups:
+        try:
+            pipeline.require_plausible(group, head.count_of, len(head.coarse_tokens), head.parts[group][0])
+        except DamagedArchive as error:
+            raise DamagedArchive(f"{block.part}, layer group {group}", error.problem) from error
 
 
 def _run(pipeline: Pipeline, reader: ArchiveReader, task: _Task, out: Mapping[int, LayerKV]) -> None:
@@ -161,7 +203,7 @@ def _run(pipeline: Pipeline, reader: ArchiveReader, task: _Task, out: Mapping[in
     try:
         buffer = _buffer(sum(head.parts[group][0] for group in task.groups))
         parts = reader.read_parts(task.block, task.groups, buffer)
-        pipeline.decode(task.groups, parts, head.tokens, head.first_position, target)
+        pipeline.decode(task.groups, parts, _tokens(reader, task.block), target)
     except DamagedArchive as error:
         part = error.part if error.part.startswith(task.block.part) else task.block.part
         raise DamagedArchive(part, error.problem) from error

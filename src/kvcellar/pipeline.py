@@ -8,11 +8,15 @@
 
 The loop is closed: the encoder predicts from what the decoder will have, never from x. Without a predictor, a
 transform and a quantizer it is the bit-exact path. Reduction changes which tokens there are and happens before.
+
+Where a recipe keeps a fine window (`window.py`), a block's tokens are of two grades, and each grade passes the loop by
+itself: a prediction never mixes them, since a token changes its grade while its neighbours keep theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,32 +27,43 @@ from .errors import DamagedArchive, InvalidRecipe, ProfileMissing, UnsupportedCa
 from .geometry import FULL, Geometry
 from .profile import Profile
 from .quantize.bits import BitExact
+from .quantize.coefficients import Coefficients
 from .recipe import Recipe
-from .stages import Context, Predictor, Quantizer, Residual, SymbolCoder, Transform, build
+from .stages import Context, Grade, Place, Predictor, Quantizer, Residual, SymbolCoder, Transform, build
+
+Arrays = list[np.ndarray]
+Layout = Sequence[tuple[int, type[np.generic]]]
+MAX_BYTES_PER_SYMBOL_BYTE = 1024
 
 
-class Coefficients(Residual):
-    """The lossy middle of the loop: q = quantize(T(x − p)); the restored group is p + T⁻¹(dequantize(q))."""
+class Tokens(NamedTuple):
+    """Ids and positions int64 (T,) of a block's tokens, and which of them are stored coarse, the others fine.
 
-    lossless = False
+    `due` are stored fine but restored coarse: newer tokens came in other blocks.
+    """
 
-    def __init__(self, transform: Transform | None, quantizer: Quantizer):
-        self.transform, self.quantizer = transform, quantizer
+    ids: np.ndarray
+    positions: np.ndarray
+    coarse: range
+    due: range = range(0)
 
-    def encode(self, x: list[Tensor], p: list[Tensor] | None) -> list[np.ndarray]:
-        residual = [t.float() for t in x] if p is None else [a.float() - b for a, b in zip(x, p, strict=True)]
-        flat = self.transform.forward(residual) if self.transform else _flatten(residual)
-        return [self.quantizer.quantize(flat)]
+    @classmethod
+    def following(
+        cls, ids: np.ndarray, first_position: int, coarse: range | None = None, due: range = range(0)
+    ) -> Tokens:
+        """Tokens at positions that follow one by one; all coarse by default."""
+        positions = np.arange(first_position, first_position + len(ids))
+        return cls(ids, positions, range(len(ids)) if coarse is None else coarse, due)
 
-    def buffers(self, out: list[Tensor]) -> list[np.ndarray]:
-        width = sum(t.shape[0] * t.shape[2] for t in out)
-        return [np.empty((out[0].shape[1], width), np.int32)]
+    @property
+    def fine(self) -> np.ndarray:
+        """Indexes of the tokens that are not coarse: those before and those behind."""
+        rows: np.ndarray = np.r_[: self.coarse.start, self.coarse.stop : len(self.ids)]
+        return rows
 
-    def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor]) -> None:
-        flat = self.quantizer.dequantize(symbols[0])
-        residual = self.transform.inverse(flat, out) if self.transform else _unflatten(flat, out)
-        for i, tensor in enumerate(out):
-            tensor.copy_(residual[i] if p is None else p[i] + residual[i])
+    def take(self, rows: slice | np.ndarray) -> Tokens:
+        ids = self.ids[rows]
+        return Tokens(ids, self.positions[rows], range(len(ids)))
 
 
 class Pipeline:
@@ -57,15 +72,14 @@ class Pipeline:
     def __init__(self, recipe: Recipe, geometry: Geometry, profile: Profile | None = None):
         if recipe.reduce is not None:
             raise InvalidRecipe(f"recipe {recipe.name!r} reduces tokens, which this kvcellar cannot store yet")
-        if recipe.window is not None:
-            raise InvalidRecipe(f"recipe {recipe.name!r} keeps a fine window, which this kvcellar cannot code yet")
         self.recipe, self.geometry = recipe, geometry
         self.predictor: Predictor | None = build("predict", recipe.predict)
         transform: Transform | None = build("transform", recipe.transform)
         quantizer: Quantizer | None = build("quantize", recipe.quantize)
         self.symbols: SymbolCoder = build("symbols", recipe.symbols)
-        if quantizer is None and transform is not None:
-            raise InvalidRecipe(f"recipe {recipe.name!r} transforms without a quantizer: that cannot be exact")
+        if quantizer is None and (transform is not None or recipe.window is not None):
+            what = "transforms" if transform is not None else "keeps a fine window"
+            raise InvalidRecipe(f"recipe {recipe.name!r} {what} without a quantizer: that cannot be exact")
         self.residual: Residual = BitExact() if quantizer is None else Coefficients(transform, quantizer)
         for stage in (self.predictor, transform, quantizer, self.symbols):
             if stage is not None:
@@ -80,51 +94,123 @@ class Pipeline:
             raise InvalidRecipe(f"recipe {recipe.name!r}: its stages group layers by {sorted(per_group)}; expected one")
         step = per_group.pop()
         self.groups = [range(i, min(i + step, len(geometry))) for i in range(0, len(geometry), step)]
-        if not geometry.uniform and (self.predictor is not None or step > 1):
+        if not geometry.uniform and (self.predictor is not None or step > 1 or quantizer is not None):
             odd = next(i for i, layer in enumerate(geometry.layers) if layer.kind != FULL)
             raise UnsupportedCache(
-                f"layer {odd} is a {geometry.layers[odd].kind} layer; recipe {recipe.name!r} codes layers together and "
-                "needs each to hold every token: use recipe 'exact'"
+                f"layer {odd} is a {geometry.layers[odd].kind} layer; recipe {recipe.name!r} is lossy or codes layers "
+                "together, and needs each to hold every token: use recipe 'exact'"
             )
+        if quantizer is not None:
+            self._require_bounded(quantizer)
 
     @property
     def lossless(self) -> bool:
         return self.residual.lossless
 
-    def encode(self, block: KVCache, tokens: np.ndarray, first_position: int) -> list[bytes]:
-        """One part per layer group from the (views of) tokens of a block."""
-        context, parts = Context(tokens, first_position), []
-        for group in self.groups:
-            x = _sides(block.layers[i] for i in group)
-            p = self.predictor.predict(context, x) if self.predictor else None
-            q = self.residual.encode(x, p)
-            parts.append(self.symbols.encode(q))
-            if self.predictor:
-                context.push(self._restore(q, p, [torch.empty_like(t) for t in x]) if not self.lossless else x)
-        return parts
+    def encode(self, block: KVCache, tokens: Tokens) -> list[bytes]:
+        """One part per layer group from the (views of) tokens of a block, all coarse."""
+        return self.pack([self.quantize(block.layers, tokens, Grade.COARSE)[0]])
 
-    def decode(
+    def pack(self, grades: Sequence[Sequence[Arrays]]) -> list[bytes]:
+        """One part per layer group from the symbols of each grade that a block has, coarse before fine."""
+        return [
+            self.symbols.encode([array for arrays in of_group for array in arrays], layers)
+            for layers, of_group in zip(self.groups, zip(*grades, strict=True), strict=True)
+        ]
+
+    def quantize(
+        self,
+        layers: Sequence[LayerKV] | Mapping[int, LayerKV],
+        tokens: Tokens,
+        grade: Grade,
+        groups: Sequence[int] | None = None,
+        kept: Callable[[int, Arrays], None] | None = None,
+        restore: bool = False,
+    ) -> tuple[list[Arrays], dict[int, LayerKV]]:
+        """Symbols of each group, or of `groups`, and with `restore` what the decoder will make of them, by layer.
+
+        `kept(group, arrays)` may put symbols that are known already into those of a group.
+        """
+        positions = torch.from_numpy(np.ascontiguousarray(tokens.positions, np.int64))
+        context = Context(tokens.ids, tokens.positions)
+        symbols: list[Arrays] = []
+        restored: dict[int, LayerKV] = {}
+        for number in range(len(self.groups)) if groups is None else groups:
+            group = self.groups[number]
+            x = _sides(layers[i] for i in group)
+            at = Place(group, positions, grade)
+            p = self.predictor.predict(context, x) if self.predictor else None
+            q = self.residual.encode(x, p, at)
+            if kept is not None:
+                kept(number, q)
+            symbols.append(q)
+            if self.predictor or restore:
+                back = x if self.lossless else self._restore(q, p, [torch.empty_like(t) for t in x], at)
+                context.push(back)
+                restored.update(zip(group, map(LayerKV, back[::2], back[1::2]), strict=True))
+        return symbols, restored
+
+    def dequantize(
         self,
         groups: Sequence[int],
-        parts: Sequence[memoryview],
-        tokens: np.ndarray,
-        first_position: int,
+        symbols: Sequence[Arrays],
+        tokens: Tokens,
+        grade: Grade,
         out: Mapping[int, LayerKV],
+    ) -> None:
+        """Restore `groups` (those of `needed`, in order) of one grade into `out`, layers (H, T, D) by index."""
+        positions = torch.from_numpy(np.ascontiguousarray(tokens.positions, np.int64))
+        context = Context(tokens.ids, tokens.positions)
+        for group, q in zip(groups, symbols, strict=True):
+            target = _sides(out[i] for i in self.groups[group])
+            p = self.predictor.predict(context, target) if self.predictor else None
+            self.residual.decode(q, p, target, Place(self.groups[group], positions, grade))
+            context.push(target)
+
+    def unpack(
+        self, groups: Sequence[int], parts: Sequence[memoryview], symbols: Mapping[Grade, Sequence[Arrays]]
+    ) -> None:
+        """Fill the arrays of each grade that a block has, coarse before fine, for each of `groups`, from their parts.
+
+        Raises DamagedArchive.
+        """
+        of_group = [[array for arrays in each for array in arrays] for each in zip(*symbols.values(), strict=True)]
+        self.symbols.decode(parts, of_group, [self.groups[group] for group in groups])
+
+    def buffers(self, groups: Sequence[int], count: int, grade: Grade) -> list[Arrays]:
+        """Arrays for the symbols of `count` tokens of one grade, lossy recipes."""
+        return [
+            [np.empty((count, columns), dtype) for columns, dtype in self._layout(self.groups[group], grade)]
+            for group in groups
+        ]
+
+    def decode(
+        self, groups: Sequence[int], parts: Sequence[memoryview], tokens: Tokens, out: Mapping[int, LayerKV]
     ) -> None:
         """Restore `groups` (those of `needed`, in order) of one block into `out`, layers (H, T, D) by index.
 
         Layers a prediction needs but `out` lacks are restored into memory of their own. Raises DamagedArchive.
         """
-        targets = [
-            _sides(out[i] if i in out else self._spare(i, len(tokens)) for i in self.groups[group]) for group in groups
-        ]
-        symbols = [self.residual.buffers(target) for target in targets]
-        self.symbols.decode(parts, symbols)
-        context = Context(tokens, first_position)
-        for target, q in zip(targets, symbols, strict=True):
-            p = self.predictor.predict(context, target) if self.predictor else None
-            self.residual.decode(q, p, target)
-            context.push(target)
+        layers = [i for group in groups for i in self.groups[group]]
+        whole = {i: out[i] if i in out else self._spare(i, len(tokens.ids)) for i in layers}
+        if isinstance(self.residual, BitExact):
+            symbols = [self.residual.buffers(_sides(whole[i] for i in self.groups[group])) for group in groups]
+            self.unpack(groups, parts, {Grade.COARSE: symbols})
+            self.dequantize(groups, symbols, tokens, Grade.COARSE, whole)
+            return
+        rows = {Grade.COARSE: np.r_[_slice(tokens.coarse)], Grade.FINE: tokens.fine}
+        coded = {grade: self.buffers(groups, len(at), grade) for grade, at in rows.items() if len(at)}
+        self.unpack(groups, parts, coded)
+        for grade, arrays in coded.items():
+            place = whole if len(coded) == 1 else allocate(self.geometry, dict.fromkeys(whole, len(rows[grade])))
+            self.dequantize(groups, arrays, tokens.take(rows[grade]), grade, place)
+            if place is not whole:
+                for i, kv in place.items():
+                    whole[i].keys[:, rows[grade]], whole[i].values[:, rows[grade]] = kv.keys, kv.values
+        if tokens.due:
+            place = {i: kv.tokens(tokens.due.start, tokens.due.stop) for i, kv in whole.items()}
+            due = tokens.take(_slice(tokens.due))
+            self.dequantize(groups, self.quantize(place, due, Grade.COARSE, groups)[0], due, Grade.COARSE, place)
 
     def needed(self, layers: Iterable[int]) -> list[int]:
         """Groups to decode for `layers`: their own, and all shallower ones when there is a predictor."""
@@ -132,34 +218,50 @@ class Pipeline:
         groups = [g for g, members in enumerate(self.groups) if wanted & set(members)]
         return list(range(groups[-1] + 1)) if groups and self.predictor else groups
 
-    def require_plausible(self, group: int, tokens: Callable[[int], int], part_length: int) -> None:
-        """Raise DamagedArchive, before anything is allocated, for a part too short to hold `tokens(layer)` tokens."""
-        layers = [(self.geometry.layers[i], tokens(i)) for i in self.groups[group]]
+    def require_plausible(self, group: int, tokens: Callable[[int], int], coarse: int, part_length: int) -> None:
+        """Raise DamagedArchive, before anything is allocated, for a part too short to hold its tokens.
+
+        They are `tokens(layer)`, of which in a lossy recipe `coarse` are coarse.
+        """
+        layers = self.groups[group]
         if self.lossless:
-            symbols = sum(layer.bytes_per_token * count for layer, count in layers)
+            symbols = sum(self.geometry.layers[i].bytes_per_token * tokens(i) for i in layers)
         else:
-            symbols = sum(layer.numbers_per_token * count * 4 for layer, count in layers)
+            of_grade = {Grade.COARSE: coarse, Grade.FINE: tokens(layers.start) - coarse}
+            symbols = sum(self._symbol_bytes(layers, grade) * count for grade, count in of_grade.items())
         if symbols > self.symbols.max_expansion * part_length:
             raise DamagedArchive("block part", f"{part_length} bytes cannot decode to {symbols}")
 
-    def _restore(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor]) -> list[Tensor]:
-        self.residual.decode(symbols, p, out)
+    def _require_bounded(self, quantizer: Quantizer) -> None:
+        """A file says which settings the stages have: none may restore without end from next to nothing."""
+        for layers in self.groups:
+            raw = sum(self.geometry.layers[i].bytes_per_token for i in layers)
+            for grade in Grade if self.recipe.window is not None else (Grade.COARSE,):
+                if raw > MAX_BYTES_PER_SYMBOL_BYTE * self._symbol_bytes(layers, grade):
+                    raise InvalidRecipe(
+                        f"recipe {self.recipe.name!r}: stage {quantizer.id!r} makes {raw} bytes of layers "
+                        f"{layers.start}…{layers.stop} from {self._symbol_bytes(layers, grade)} bytes of symbols"
+                    )
+
+    def _symbol_bytes(self, layers: range, grade: Grade) -> int:
+        """Bytes a token takes in the symbol arrays of a group, lossy recipes."""
+        return sum(columns * np.dtype(dtype).itemsize for columns, dtype in self._layout(layers, grade))
+
+    def _layout(self, layers: range, grade: Grade) -> Layout:
+        assert isinstance(self.residual, Coefficients)
+        return self.residual.quantizer.layout(layers, grade)
+
+    def _restore(self, symbols: Arrays, p: list[Tensor] | None, out: list[Tensor], at: Place) -> list[Tensor]:
+        self.residual.decode(symbols, p, out, at)
         return out
 
     def _spare(self, layer: int, tokens: int) -> LayerKV:
         return allocate(self.geometry, {layer: tokens})[layer]
 
 
+def _slice(span: range) -> slice:
+    return slice(span.start, span.stop)
+
+
 def _sides(layers: Iterable[LayerKV]) -> list[Tensor]:
     return [side for layer in layers for side in (layer.keys, layer.values)]
-
-
-def _flatten(group: list[Tensor]) -> Tensor:
-    """(T, C) from tensors (H, T, D): one row per token."""
-    return torch.cat([t.transpose(0, 1).reshape(t.shape[1], -1) for t in group], dim=1)
-
-
-def _unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    widths = [t.shape[0] * t.shape[2] for t in like]
-    columns = torch.split(flat, widths, dim=1)
-    return [c.reshape(t.shape[1], t.shape[0], t.shape[2]).transpose(0, 1) for c, t in zip(columns, like, strict=True)]

@@ -97,6 +97,8 @@ class Recipe:
             raise InvalidRecipe(f"recipe window {self.window!r}; expected null or sinks and recent token counts")
         if type(self.block) is not int or not 1 <= self.block <= MAX_BLOCK:
             raise InvalidRecipe(f"recipe block {self.block!r}; expected 1 to {MAX_BLOCK} tokens")
+        if self.tail > MAX_BLOCK:
+            raise InvalidRecipe(f"recipe window of {self.tail - self.block} recent tokens: too large beside its blocks")
         for stage in STAGES:
             settings = getattr(self, stage)
             if settings is None and stage != "symbols":
@@ -129,6 +131,11 @@ class Recipe:
                 raise InvalidRecipe(f"recipe window {window!r}; expected null or sinks and recent token counts")
             window = Window(window["sinks"], window["recent"])
         return cls(**{**value, "window": window})
+
+    @property
+    def tail(self) -> int:
+        """What the tokens of unsealed blocks stay below: a block is sealed once all that become coarse are."""
+        return self.block + (self.window.recent if self.window else 0)
 
     @property
     def digest(self) -> bytes:

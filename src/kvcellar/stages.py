@@ -19,8 +19,9 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from .errors import InvalidRecipe, KVCellarError
 
@@ -61,15 +62,22 @@ class Stage:
         return {}
 
 
+class Grade(StrEnum):
+    """How closely a token is coded: fine while it is a sink or recent, coarse ever after (`window.py`)."""
+
+    COARSE = "coarse"
+    FINE = "fine"
+
+
 class Context:
     """What encoder and decoder both know at a point of the loop.
 
-    `tokens` int64 (T,), `first_position`, and `restored`: for each layer group so far its restored tensors (H, T, D)
-    in the stored dtype. Predictors may look at nothing else.
+    `tokens` and `positions` int64 (T,) of the tokens of one grade in a block, and `restored`: for each layer group so
+    far its restored tensors (H, T, D) in the stored dtype. Predictors may look at nothing else.
     """
 
-    def __init__(self, tokens: np.ndarray, first_position: int):
-        self.tokens, self.first_position = tokens, first_position
+    def __init__(self, tokens: np.ndarray, positions: np.ndarray):
+        self.tokens, self.positions = tokens, positions
         self.restored: list[list[Tensor]] = []
 
     def push(self, group: list[Tensor]) -> None:
@@ -87,29 +95,39 @@ class Predictor(Stage, ABC):
 
 
 class Transform(Stage, ABC):
-    """A linear map of a group's residual into coefficients."""
+    """A linear map of a group's residual into coefficients, and back.
+
+    `layers` are the group's, `positions` int64 (T,) those of its tokens.
+    """
 
     layers_per_group: int = 1
 
     @abstractmethod
-    def forward(self, residual: list[Tensor]) -> Tensor:
+    def forward(self, residual: list[Tensor], layers: range, positions: Tensor) -> Tensor:
         """Coefficients (T, C), float32."""
 
     @abstractmethod
-    def inverse(self, coefficients: Tensor, like: list[Tensor]) -> list[Tensor]:
+    def inverse(self, coefficients: Tensor, like: list[Tensor], layers: range, positions: Tensor) -> list[Tensor]:
         """Residual tensors shaped like `like`, float32."""
 
 
 class Quantizer(Stage, ABC):
-    """Coefficients to integers and back."""
+    """Coefficients of a group of `layers` to integers and back, each token by itself.
+
+    Without a transform they are the group's tensors K, V, K, V, … (H, T, D), each flattened to (T, H·D), side by side.
+    """
 
     @abstractmethod
-    def quantize(self, coefficients: Tensor) -> np.ndarray:
-        """int32 (T, C) from float32 (T, C)."""
+    def layout(self, layers: range, grade: Grade) -> Sequence[tuple[int, type[np.generic]]]:
+        """Columns and dtype of each array of symbols."""
 
     @abstractmethod
-    def dequantize(self, symbols: np.ndarray) -> Tensor:
-        """float32 (T, C) from int32 (T, C)."""
+    def quantize(self, coefficients: Tensor, layers: range, grade: Grade) -> list[np.ndarray]:
+        """Arrays (T, columns) as `layout` says, from finite float32 (T, C)."""
+
+    @abstractmethod
+    def dequantize(self, symbols: Sequence[np.ndarray], layers: range, grade: Grade) -> Tensor:
+        """float32 (T, C) from such arrays, finite. Raises DamagedArchive for symbols that are never written."""
 
 
 class SymbolCoder(Stage, ABC):
@@ -122,12 +140,25 @@ class SymbolCoder(Stage, ABC):
     """No part decodes to more than this many times its bytes; checked before anything is allocated."""
 
     @abstractmethod
-    def encode(self, arrays: Sequence[np.ndarray]) -> bytes:
-        """One part from the arrays of one layer group."""
+    def encode(self, arrays: Sequence[np.ndarray], layers: range) -> bytes:
+        """One part from the arrays of one group of layers."""
 
     @abstractmethod
-    def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]]) -> None:
-        """Fill the arrays of each part. Raises DamagedArchive before reading or allocating out of bounds."""
+    def decode(
+        self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]], groups: Sequence[range]
+    ) -> None:
+        """Fill the arrays of each part, one for each of `groups` of layers.
+
+        Raises DamagedArchive before reading or allocating out of bounds.
+        """
+
+
+class Place(NamedTuple):
+    """Where the loop is: a group's layers, its tokens' positions int64 (T,), their grade."""
+
+    layers: range
+    positions: Tensor
+    grade: Grade
 
 
 class Residual(ABC):
@@ -136,16 +167,12 @@ class Residual(ABC):
     lossless: ClassVar[bool]
 
     @abstractmethod
-    def encode(self, x: list[Tensor], p: list[Tensor] | None) -> list[np.ndarray]:
+    def encode(self, x: list[Tensor], p: list[Tensor] | None, at: Place) -> list[np.ndarray]:
         """Symbol arrays of a group."""
 
     @abstractmethod
-    def buffers(self, out: list[Tensor]) -> list[np.ndarray]:
-        """Arrays the symbol coder decodes into, for a group that is restored into `out`."""
-
-    @abstractmethod
-    def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor]) -> None:
-        """Fill `out` from the symbols in `buffers(out)` and the prediction."""
+    def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor], at: Place) -> None:
+        """Fill `out` from the symbols and the prediction."""
 
 
 KINDS: dict[str, type[Stage]] = {
@@ -157,7 +184,11 @@ KINDS: dict[str, type[Stage]] = {
 ENTRY_POINTS = "kvcellar.stages"
 Factory = Callable[..., Any]
 _STAGES: dict[tuple[str, str], str | Factory] = {
+    ("transform", "rope/1"): "kvcellar.rope:Rope",
+    ("quantize", "turbo/1"): "kvcellar.quantize.turbo:TurboQuant",
+    ("quantize", "rvq/1"): "kvcellar.quantize.rvq:ResidualVQ",
     ("symbols", "byteplanes-zstd/1"): "kvcellar.symbols.byteplanes:BytePlanes",
+    ("symbols", "map/1"): "kvcellar.symbols.mapcoder:MapCoder",
 }
 
 

@@ -18,9 +18,9 @@ from ..recipe import MAX_BLOCK
 from .format import checksum
 
 DENSE, SLOTS = 0, 1
-_SEALED, _HAS_PROFILE, _HAS_BASE = 1, 2, 4
+_SEALED, _HAS_PROFILE, _HAS_BASE, _HAS_FINE = 1, 2, 4, 8
 _FIXED = struct.Struct("<BBBBIQQII")  # kind, flags, token code, token bits, count, start, position, parts, id bytes
-_HELD = struct.Struct("<II")
+_SPAN = struct.Struct("<II")
 _PACKED_IDS = 0
 
 
@@ -30,7 +30,8 @@ class BlockHead:
 
     `start` is the index of its first token in the sequence, `first_position` that token's position (the others
     follow one by one), `tokens` int64 ids (T,), `parts` (length, xxh3) of each layer group's bytes in the body.
-    `held` says for each run of sliding layers which of the block's tokens they hold: (first, stop) from its start.
+    `held` says for each run of sliding layers which of the block's tokens they hold: (first, stop) from its start;
+    `coarse` which are coarse, counted likewise, the others being fine; None: all.
     """
 
     start: int
@@ -44,6 +45,15 @@ class BlockHead:
     base: bytes | None = None
     kind: int = field(default=DENSE)
     held: tuple[tuple[int, int], ...] = ()
+    coarse: range | None = None
+
+    @property
+    def coarse_tokens(self) -> range:
+        return range(self.count) if self.coarse is None else self.coarse
+
+    @property
+    def all_coarse(self) -> bool:
+        return len(self.coarse_tokens) == self.count
 
     def tokens_of(self, layer: int) -> range:
         """Which tokens of the sequence this block holds for `layer`."""
@@ -76,14 +86,16 @@ class BlockHead:
     def pack(self) -> bytes:
         bits, ids = pack_ids(self.tokens)
         flags = _SEALED * self.sealed | _HAS_PROFILE * (self.profile is not None) | _HAS_BASE * (self.base is not None)
+        flags |= _HAS_FINE * (not self.all_coarse)
         fixed = _FIXED.pack(
             *(self.kind, flags, _PACKED_IDS, bits),
             *(self.count, self.start, self.first_position, len(self.parts), len(ids)),
         )
         table = b"".join(struct.pack("<QQ", *part) for part in self.parts)
-        held = b"".join(_HELD.pack(*each) for each in self.held)
+        held = b"".join(_SPAN.pack(*each) for each in self.held)
+        coarse = b"" if self.all_coarse else _SPAN.pack(self.coarse_tokens.start, self.coarse_tokens.stop)
         digests = self.recipe + (self.profile or b"") + (self.base or b"")
-        return fixed + digests + self.geometry.pack() + held + ids + table
+        return fixed + digests + self.geometry.pack() + held + coarse + ids + table
 
     @classmethod
     def unpack(cls, data: bytes, part: str) -> BlockHead:
@@ -92,7 +104,7 @@ class BlockHead:
             kind, flags, code, bits, count, start, position, groups, id_bytes = _FIXED.unpack_from(data)
         except struct.error as error:
             raise DamagedArchive(part, f"head of {len(data)} bytes") from error
-        if kind != DENSE or code != _PACKED_IDS or flags & ~(_SEALED | _HAS_PROFILE | _HAS_BASE):
+        if kind != DENSE or code != _PACKED_IDS or flags & ~(_SEALED | _HAS_PROFILE | _HAS_BASE | _HAS_FINE):
             raise DamagedArchive(part, f"unknown block kind {kind}, token code {code} or flags {flags:#x}")
         if not 1 <= count <= MAX_BLOCK or start + count >= 1 << 63 or position + count >= 1 << 63:
             raise DamagedArchive(part, f"{count} tokens from {start} at position {position}")
@@ -103,11 +115,15 @@ class BlockHead:
             offset += 32 if present else 0
         geometry, offset = Geometry.unpack(data, offset, part)
         sliding = len(set(geometry.sliding_runs.values()))
-        packed = data[offset : offset + _HELD.size * sliding]
-        held = tuple(_HELD.iter_unpack(packed)) if len(packed) == _HELD.size * sliding else ()
-        offset += _HELD.size * sliding
+        held, offset = _spans(data, offset, sliding)
         if len(held) != sliding or any(not first <= stop <= count for first, stop in held):
             raise DamagedArchive(part, f"its sliding layers hold {held} of {count} tokens")
+        coarse = None
+        if flags & _HAS_FINE:
+            spans, offset = _spans(data, offset, 1)
+            if not spans or not spans[0][0] <= spans[0][1] <= count or spans[0] == (0, count):
+                raise DamagedArchive(part, f"of {count} tokens {spans} are coarse")
+            coarse = range(*spans[0])
         if not 1 <= groups <= len(geometry) or len(data) != offset + id_bytes + 16 * groups:
             raise DamagedArchive(part, f"head of {len(data)} bytes for {groups} parts and {id_bytes} bytes of ids")
         tokens = unpack_ids(data[offset : offset + id_bytes], bits, count, part)
@@ -124,7 +140,15 @@ class BlockHead:
             base=digests[2],
             kind=kind,
             held=held,
+            coarse=coarse,
         )
+
+
+def _spans(data: bytes, offset: int, count: int) -> tuple[tuple[tuple[int, int], ...], int]:
+    """`count` spans at `offset`, none when the data ends before, and the offset behind them."""
+    packed = data[offset : offset + _SPAN.size * count]
+    complete = len(packed) == _SPAN.size * count
+    return tuple(_SPAN.iter_unpack(packed)) if complete else (), offset + _SPAN.size * count
 
 
 def part_table(parts: Sequence[bytes]) -> tuple[tuple[int, int], ...]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import DamagedArchive
 from ..store.base import Reader
+from ..recipe import Recipe
 from .block import BlockHead
 from .format import (
     BLOCK,
@@ -166,18 +167,18 @@ def _require_torn(reader: Reader, offset: int, size: int) -> None:
 
 
 def read_entries(
-    reader: Reader, commit: Commit, first_block: int, block: int
+    reader: Reader, commit: Commit, first_block: int, recipe: Recipe
 ) -> tuple[np.ndarray, int, DamagedArchive | None]:
-    """The live blocks of `commit`, ENTRY (B,), first token first, for sealed blocks of `block` tokens; then how many
+    """The live blocks of `commit`, ENTRY (B,), first token first, sealed as `recipe` says; then how many
     commits came since the nearest index.
 
     When the index or an earlier commit is damaged, the list is read off the blocks, and the damage comes with it.
     """
     try:
         entries, since_index = _walk(reader, commit)
-        return check_entries(entries, commit, first_block, block), since_index, None
+        return check_entries(entries, commit, first_block, recipe), since_index, None
     except DamagedArchive as damage:
-        entries = check_entries(scan_blocks(reader, first_block, commit.offset), commit, first_block, block)
+        entries = check_entries(scan_blocks(reader, first_block, commit.offset), commit, first_block, recipe)
         return entries, commit.sequence, damage
 
 
@@ -267,9 +268,9 @@ def _next_frame(reader: Reader, offset: int, end: int) -> int:
     return end
 
 
-def check_entries(entries: np.ndarray, commit: Commit, first_block: int, block: int) -> np.ndarray:
+def check_entries(entries: np.ndarray, commit: Commit, first_block: int, recipe: Recipe) -> np.ndarray:
     """Raise DamagedArchive unless the blocks cover the commit's tokens without gap, lie before it, and are sealed
-    exactly where they hold `block` tokens, with a shorter tail behind.
+    exactly where they hold `recipe.block` tokens, with a tail of less than `recipe.tail` tokens behind.
     """
     part = record_name(COMMIT, commit.offset)
     starts, counts = entries["start"].astype(np.uint64), entries["count"].astype(np.uint64)
@@ -283,7 +284,7 @@ def check_entries(entries: np.ndarray, commit: Commit, first_block: int, block: 
         raise DamagedArchive(part, "a block lies outside the file, or within another one")
     sealed = entries["sealed"]
     full = int(np.count_nonzero(sealed == 1))
-    in_order = (sealed[:full] == 1).all() and (sealed[full:] == 0).all() and (counts[:full] == block).all()
-    if not in_order or int(counts[full:].sum()) >= block:
-        raise DamagedArchive(part, f"its blocks are not sealed ones of {block} tokens and a shorter tail")
+    in_order = (sealed[:full] == 1).all() and (sealed[full:] == 0).all() and (counts[:full] == recipe.block).all()
+    if not in_order or int(counts[full:].sum()) >= recipe.tail:
+        raise DamagedArchive(part, f"its blocks are not sealed ones of {recipe.block} tokens and a shorter tail")
     return entries

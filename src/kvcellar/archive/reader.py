@@ -78,8 +78,8 @@ class ArchiveReader:
     def refresh(self) -> None:
         """Take the newest commit of the open file as the state."""
         commit = last_commit(self.reader)
-        block = self.manifest.recipe.block
-        entries, self.since_index, self.index_damage = read_entries(self.reader, commit, self.first_block, block)
+        recipe = self.manifest.recipe
+        entries, self.since_index, self.index_damage = read_entries(self.reader, commit, self.first_block, recipe)
         self._take(commit, entries)
 
     def advance(self, commit: Commit, entries: np.ndarray) -> None:
@@ -87,7 +87,7 @@ class ArchiveReader:
         self.since_index += 1
         if commit.index:
             self.since_index, self.index_damage = 0, None
-        self._take(commit, check_entries(entries, commit, self.first_block, self.manifest.recipe.block))
+        self._take(commit, check_entries(entries, commit, self.first_block, self.manifest.recipe))
 
     def _take(self, commit: Commit, entries: np.ndarray) -> None:
         self.commit, self.entries = commit, entries
@@ -126,6 +126,8 @@ class ArchiveReader:
             raise DamagedArchive(part, "another geometry or recipe than the manifest's")
         if (head.profile.hex() if head.profile else None) != self.manifest.profile or head.base is not None:
             raise DamagedArchive(part, "another profile or base than the manifest's")
+        if not head.all_coarse and self.manifest.recipe.window is None:
+            raise DamagedArchive(part, "it holds fine tokens, and the recipe has none")
         if head.body_length != record.body_length:
             raise DamagedArchive(part, f"{record.body_length} bytes of parts, its table says {head.body_length}")
         return Block(head, record.body_offset, part)

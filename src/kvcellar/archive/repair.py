@@ -17,6 +17,7 @@ from itertools import takewhile
 from typing import Any
 
 from ..errors import DamagedArchive, NotAnArchive
+from ..recipe import Recipe
 from ..store.base import Pending, Store
 from .commit import last_commit
 from .reader import ArchiveReader, problems
@@ -99,34 +100,34 @@ def _run(survey: Survey) -> tuple[list[Found], list[Piece]]:
     """The blocks to keep, and the intact ones behind the gap that ends them. Reads every part."""
     chain: list[Found] = []
     stranded: list[Found] = []
-    size = survey.manifest.recipe.block
+    recipe = survey.manifest.recipe
     for found in survey.live:
         intact, at = survey.intact(found), _end(chain)
-        if stranded or found.start != at or (intact and not _fits(chain, found, size)):
+        if stranded or found.start != at or (intact and not _fits(chain, found, recipe)):
             stranded += [found] if intact else []
         elif intact:
             chain.append(found)
         else:
-            _extend(chain, [old for old in found.older if survey.intact(old, note=False)], size)
+            _extend(chain, [old for old in found.older if survey.intact(old, note=False)], recipe)
     return chain, [block.piece(f"no intact block holds token {_end(chain)}") for block in stranded]
 
 
-def _extend(chain: list[Found], usable: list[Found], size: int) -> None:
+def _extend(chain: list[Found], usable: list[Found], recipe: Recipe) -> None:
     """Append the run of `usable` blocks that reaches furthest."""
     best: dict[int, tuple[int, Found]] = {}  # by first token: how far blocks from there reach, and the first of them
     for block in sorted(usable, key=lambda each: each.start, reverse=True):
         reach = best[block.stop][0] if block.stop in best else block.stop
         if block.start not in best or reach > best[block.start][0]:
             best[block.start] = (reach, block)
-    while (at := _end(chain)) in best and _fits(chain, best[at][1], size):
+    while (at := _end(chain)) in best and _fits(chain, best[at][1], recipe):
         chain.append(best[at][1])
 
 
-def _fits(chain: list[Found], block: Found, size: int) -> bool:
-    """Sealed blocks of `size` tokens come first, then a tail shorter than one of them."""
+def _fits(chain: list[Found], block: Found, recipe: Recipe) -> bool:
+    """Sealed blocks come first, then a tail, of as many tokens as `recipe` says."""
     tail = sum(each.stop - each.start for each in takewhile(lambda each: not each.sealed, reversed(chain)))
     count = block.stop - block.start
-    return count == size and not tail if block.sealed else tail + count < size
+    return count == recipe.block and not tail if block.sealed else tail + count < recipe.tail
 
 
 def _end(chain: list[Found]) -> int:

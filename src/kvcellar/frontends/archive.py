@@ -17,7 +17,7 @@ from ..archive.info import ArchiveInfo, VerifyReport, describe, verify
 from ..archive.manifest import Manifest
 from ..archive.reader import ArchiveReader
 from ..archive.writer import NewBlock, append_blocks, write_archive
-from ..blocks import decode_blocks, encode_blocks
+from ..blocks import decode_blocks
 from ..cache import KVCache, LayerKV, Restored
 from ..errors import ArchiveClosed, DamagedArchive, InvalidInput, MissingIdentity, StorageError, TokensMismatch
 from ..held import held as held_runs
@@ -27,6 +27,7 @@ from ..pipeline import Pipeline
 from ..profile import Profile, find_profile
 from ..store.base import Appender
 from ..store.local import LocalStore
+from ..tail import compacted, extended
 from .inputs import spans_of, token_ids
 from .transformers import Device, dtype_of, fill_cache, give_cache, take_cache
 
@@ -173,7 +174,7 @@ class Archive:
         if start + len(ids) > matched:
             new, new_ids = kv.tokens(matched - start, len(ids)), ids[matched - start :]
             self._warn_of_second_bos(new_ids)
-            keep, blocks = self._extended(new, new_ids, matched)
+            keep, blocks = extended(self._ready_pipeline(), reader, new, new_ids)
             append_blocks(reader.reader, reader, keep, blocks)
             self._seen = ids if start == 0 else self._seen[:0]
             if reader.reader.size() > 2 * reader.commit.live:
@@ -196,31 +197,6 @@ class Archive:
         known = len(self._seen)
         return start == 0 and 0 < known == len(self) and np.array_equal(self._seen, ids[:known])
 
-    def _extended(self, new: KVCache, ids: np.ndarray, stored: int) -> tuple[int, Iterator[NewBlock]]:
-        """How many blocks stay, and the blocks of the `new` tokens behind them: the tail joins in once it fills one."""
-        reader, size = self._open(), self._open().manifest.recipe.block
-        sealed = int(np.count_nonzero(reader.entries["sealed"]))
-        tail_start = sealed * size
-        if stored + len(ids) - tail_start < size:
-            return len(reader.entries), self._blocks(new, ids, stored)
-        if stored > tail_start:
-            new = self._stored(tail_start, stored).followed_by(new)
-            ids = np.concatenate([*(block.head.tokens for block in reader.blocks(tail_start, stored)), ids])
-        return sealed, self._blocks(new, ids, tail_start)
-
-    def _stored(self, start: int, stop: int) -> KVCache:
-        """Tokens `start`…`stop` as a cache; of a sliding layer the last run that is stored."""
-        reader = self._open()
-        runs = {i: held_runs(reader, i, start, stop)[-1:] for i in reader.manifest.geometry.sliding_runs}
-        layers = range(len(reader.manifest.geometry))
-        out = self._decode({i: runs.get(i, [range(start, stop)]) for i in layers})
-        firsts = {i: run[0].start - start for i, run in runs.items() if run}
-        return KVCache(tuple(replace(out[i], first=firsts.get(i, 0)) for i in layers), stop - start)
-
-    def _blocks(self, kv: KVCache, ids: np.ndarray, first: int) -> Iterator[NewBlock]:
-        position = self._open().first_position + first
-        return encode_blocks(self._ready_pipeline(), self.manifest, kv, ids, first, position)
-
     def compact(self) -> ArchiveInfo:
         """Rewrite the file without dead bytes, at once; then it equals one saved in bulk. Needs mode ``"a"``."""
         reader = self._open()
@@ -231,7 +207,8 @@ class Archive:
         pending = self._store.create(self._name)
         try:
             next_position = reader.commit.next_position
-            write_archive(pending, reader.manifest, self._compacted(), reader.embedded_profile(), next_position)
+            blocks = compacted(self._ready_pipeline, reader)
+            write_archive(pending, reader.manifest, blocks, reader.embedded_profile(), next_position)
             fresh = pending.commit_and_hold()
         except BaseException:
             pending.discard()
@@ -239,17 +216,6 @@ class Archive:
         self._reader = ArchiveReader(fresh, reader.manifest.namespace)
         reader.close()
         return self.info()
-
-    def _compacted(self) -> Iterator[NewBlock]:
-        reader = self._open()
-        sealed = int(np.count_nonzero(reader.entries["sealed"]))
-        for index in range(sealed):
-            block = reader.block(index)
-            yield NewBlock(block.head, reader.read_parts(block, range(len(block.head.parts))))
-        start = sealed * reader.manifest.recipe.block
-        if start < reader.tokens:
-            ids = np.concatenate([block.head.tokens for block in reader.blocks(start, reader.tokens)])
-            yield from self._blocks(self._stored(start, reader.tokens), ids, start)
 
     def info(self) -> ArchiveInfo:
         """What `kvcellar info` prints."""

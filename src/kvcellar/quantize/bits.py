@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..stages import Residual
+from ..stages import Place, Residual
 
 _SIGNED = {2: torch.int16, 4: torch.int32}
 _UNSIGNED = {2: np.uint16, 4: np.uint32}
@@ -28,15 +28,16 @@ def bits(x: Float[Tensor, "heads tokens width"]) -> np.ndarray:
 class BitExact(Residual):
     lossless = True
 
-    def encode(self, x: list[Tensor], p: list[Tensor] | None) -> list[np.ndarray]:
+    def encode(self, x: list[Tensor], p: list[Tensor] | None, at: Place) -> list[np.ndarray]:
         if p is None:
             return [bits(tensor) for tensor in x]
         return [bits(a) - bits(b.to(a.dtype)) for a, b in zip(x, p, strict=True)]
 
     def buffers(self, out: list[Tensor]) -> list[np.ndarray]:
+        """The arrays the symbol coder decodes into: those of `out` itself, so that nothing is copied."""
         return [bits(tensor) for tensor in out]
 
-    def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor]) -> None:
+    def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor], at: Place) -> None:
         if p is not None:
             for array, tensor, predicted in zip(symbols, out, p, strict=True):
                 array += bits(predicted.to(tensor.dtype))

@@ -46,7 +46,7 @@ class BytePlanes(SymbolCoder):
     def __init__(self, **settings: object):
         self.refuse_unknown(settings)
 
-    def encode(self, arrays: Sequence[np.ndarray]) -> bytes:
+    def encode(self, arrays: Sequence[np.ndarray], layers: range) -> bytes:
         if largest := max((array.size for array in arrays if array.size > MAX_PLANE), default=0):
             raise UnsupportedCache(
                 f"{largest} numbers in one block of a layer; at most {MAX_PLANE}: use a smaller block"
@@ -55,7 +55,9 @@ class BytePlanes(SymbolCoder):
         shortest = -(-sum(array.nbytes for array in arrays) // MAX_EXPANSION)
         return part + bytes(max(0, shortest - len(part)))
 
-    def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]]) -> None:
+    def decode(
+        self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]], groups: Sequence[range]
+    ) -> None:
         jobs = _Jobs()
         for part, arrays in zip(parts, out, strict=True):
             _read_streams(memoryview(part), arrays, jobs)

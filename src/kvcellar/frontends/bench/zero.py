@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ...errors import DamagedArchive, InvalidInput
+from ...geometry import Geometry
+from ...profile import Profile
 from ...recipe import Recipe
-from ...stages import Quantizer, SymbolCoder, register
+from ...stages import Grade, Quantizer, SymbolCoder, register
 
 FLOOR_ZERO_RESIDUAL = "floor:zero-residual"
 _PART = b"\0"
@@ -27,11 +29,17 @@ class ZeroResidual(Quantizer):
 
     id = "bench-zero-residual/1"
 
-    def quantize(self, coefficients: Tensor) -> np.ndarray:
-        return np.zeros(tuple(coefficients.shape), np.int32)
+    def bind(self, geometry: Geometry, profile: Profile | None) -> None:
+        self.geometry = geometry
 
-    def dequantize(self, symbols: np.ndarray) -> Tensor:
-        return torch.from_numpy(symbols).float()
+    def layout(self, layers: range, grade: Grade) -> list[tuple[int, type[np.generic]]]:
+        return [(sum(self.geometry.layers[i].numbers_per_token for i in layers), np.uint8)]
+
+    def quantize(self, coefficients: Tensor, layers: range, grade: Grade) -> list[np.ndarray]:
+        return [np.zeros(tuple(coefficients.shape), np.uint8)]
+
+    def dequantize(self, symbols: Sequence[np.ndarray], layers: range, grade: Grade) -> Tensor:
+        return torch.from_numpy(symbols[0]).float()
 
 
 class Zeros(SymbolCoder):
@@ -40,12 +48,14 @@ class Zeros(SymbolCoder):
     id = "bench-zeros/1"
     max_expansion = 1 << 48
 
-    def encode(self, arrays: Sequence[np.ndarray]) -> bytes:
+    def encode(self, arrays: Sequence[np.ndarray], layers: range) -> bytes:
         if any(array.any() for array in arrays):
             raise InvalidInput("expected zeros, got other symbols")
         return _PART
 
-    def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]]) -> None:
+    def decode(
+        self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]], groups: Sequence[range]
+    ) -> None:
         for part, arrays in zip(parts, out, strict=True):
             if part != _PART:
                 raise DamagedArchive("block part", f"{len(part)} bytes that are not the one for zeros")

@@ -1,0 +1,69 @@
+"""How an archive grows: new tokens join the tail, and the tail becomes sealed blocks once it is long enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from .archive.reader import ArchiveReader
+from .archive.writer import NewBlock
+from .blocks import decode_blocks, encode_blocks, stored_symbols
+from .cache import KVCache, allocate
+from .geometry import Geometry
+from .held import held
+from .pipeline import Pipeline
+
+
+def extended(
+    pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray
+) -> tuple[int, Iterator[NewBlock]]:
+    """How many blocks stay, and the blocks of the `new` tokens behind them: the tail joins in once it fills one."""
+    start = _tail_start(reader)
+    if reader.tokens + len(ids) - start < reader.manifest.recipe.tail:
+        position = reader.first_position + reader.tokens
+        return len(reader.entries), encode_blocks(pipeline, reader.manifest, new, ids, reader.tokens, position)
+    return int(np.count_nonzero(reader.entries["sealed"])), _rewritten(pipeline, reader, new, ids)
+
+
+def compacted(pipeline: Callable[[], Pipeline], reader: ArchiveReader) -> Iterator[NewBlock]:
+    """The blocks of an archive as a bulk save makes them: sealed ones as they are, then the tail as one."""
+    for index in range(int(np.count_nonzero(reader.entries["sealed"]))):
+        block = reader.block(index)
+        yield NewBlock(block.head, reader.read_parts(block, range(len(block.head.parts))))
+    if _tail_start(reader) < reader.tokens:
+        nothing = _nothing(reader.manifest.geometry)
+        yield from _rewritten(pipeline(), reader, nothing, np.empty(0, np.int64))
+
+
+def _tail_start(reader: ArchiveReader) -> int:
+    return int(np.count_nonzero(reader.entries["sealed"])) * reader.manifest.recipe.block
+
+
+def _rewritten(pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray) -> Iterator[NewBlock]:
+    """Blocks of the tail's tokens and then the `new` ones: what is stored keeps its values, or its symbols."""
+    start, stop = _tail_start(reader), reader.tokens
+    tokens = np.concatenate([*(block.head.tokens for block in reader.blocks(start, stop)), ids])
+    if pipeline.lossless:
+        symbols = None
+        new = _stored(pipeline, reader, start, stop).followed_by(new) if start < stop else new
+    else:
+        symbols = stored_symbols(pipeline, reader, start, stop)
+    position = reader.first_position + start
+    return encode_blocks(pipeline, reader.manifest, new, tokens, start, position, symbols)
+
+
+def _stored(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: int) -> KVCache:
+    """Tokens `start`…`stop` as a cache; of a sliding layer the last run that is stored."""
+    geometry = reader.manifest.geometry
+    runs = {i: held(reader, i, start, stop)[-1:] for i in geometry.sliding_runs}
+    out = decode_blocks(pipeline, reader, {i: runs.get(i, [range(start, stop)]) for i in range(len(geometry))})
+    firsts = {i: run[0].start - start for i, run in runs.items() if run}
+    return KVCache(tuple(replace(out[i], first=firsts.get(i, 0)) for i in range(len(geometry))), stop - start)
+
+
+def _nothing(geometry: Geometry) -> KVCache:
+    """A cache of no tokens."""
+    layers = allocate(geometry, dict.fromkeys(range(len(geometry)), 0))
+    return KVCache(tuple(layers[i] for i in range(len(geometry))), 0)
