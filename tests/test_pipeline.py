@@ -31,8 +31,8 @@ def restored_by(monkeypatch: pytest.MonkeyPatch) -> list[list[list[Tensor]]]:
     runs: list[list[list[Tensor]]] = []
 
     class Recorded(Context):
-        def __init__(self, tokens: np.ndarray, positions: np.ndarray):
-            super().__init__(tokens, positions)
+        def __init__(self, *known: np.ndarray):
+            super().__init__(*known)
             runs.append(self.restored)
 
     monkeypatch.setattr("kvcellar.pipeline.Context", Recorded)

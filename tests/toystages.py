@@ -35,13 +35,14 @@ class FromShallower(stages.Predictor):
 
 
 class FromTokens(stages.Predictor):
-    """Each number is the token's id plus its position: needs what a block says of its tokens."""
+    """Each number is the token's id plus those of the three before and its position: what a block says of its tokens."""
 
     id = "test-tokens/1"
     layers_per_group = 1
 
     def predict(self, context: Context, like: list[Tensor]) -> list[Tensor]:
-        column = torch.from_numpy(context.tokens % 100 + context.positions).float()[None, :, None]
+        known = context.tokens % 100 + context.positions + (context.earlier % 7).sum(axis=1)
+        column = torch.from_numpy(known).float()[None, :, None]
         return [column.expand(t.shape) for t in like]
 
 

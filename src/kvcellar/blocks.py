@@ -18,8 +18,9 @@ from .archive.writer import NewBlock
 from .cache import KVCache, LayerKV, allocate
 from .errors import DamagedArchive, InvalidInput
 from .geometry import Geometry
-from .pipeline import Pipeline, Tokens
-from .stages import Grade
+from .pipeline import Pipeline, Tokens, earlier_ids
+from .recipe import Recipe
+from .stages import LOOKBACK, Grade
 from .window import FineWindow, Symbols, encode_graded
 
 CHUNK_BYTES = 3 << 19
@@ -34,10 +35,12 @@ def encode_blocks(
     first: int,
     position: int | None = None,
     stored: Symbols | None = None,
+    known: np.ndarray | None = None,
 ) -> Iterator[NewBlock]:
     """Blocks of the tokens `stored` in the archive's tail and then those of `kv`; `ids` are of both.
 
-    The first token has index `first` and that `position` (default: the index). Only the last block may be unsealed.
+    The first token has index `first` and that `position` (default: the index); `known` are the ids right before it.
+    Only the last block may be unsealed.
     """
     stored = stored or Symbols.none(pipeline)
     if len(stored) + len(kv) != len(ids):
@@ -45,7 +48,8 @@ def encode_blocks(
     window = FineWindow(manifest.recipe, first + len(ids))
     position = first if position is None else position
     for span in window.blocks(first):
-        tokens = Tokens.following(ids[span.start - first : span.stop - first], position + span.start - first)
+        before = known if span.start == first else ids[: span.start - first]
+        tokens = _tokens(manifest.recipe, span, ids[span.start - first : span.stop - first], position - first, before)
         tokens = tokens._replace(coarse=window.coarse(span))
         old, stored = stored.split(len(span))
         new = span.stop - first - len(ids) + len(kv)
@@ -71,7 +75,7 @@ def stored_symbols(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: 
     found, groups = Symbols.none(pipeline), range(len(pipeline.groups))
     for block in reader.blocks(start, stop):
         _require_plausible(pipeline, block, groups)
-        tokens = _tokens(reader, block)
+        tokens = tokens_of(pipeline, reader, block)
         rows = {Grade.COARSE: len(tokens.coarse), Grade.FINE: len(tokens.fine)}
         arrays = {grade: pipeline.buffers(groups, count, grade) for grade, count in rows.items()}
         try:
@@ -82,13 +86,51 @@ def stored_symbols(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: 
     return found
 
 
-def _tokens(reader: ArchiveReader, block: Block) -> Tokens:
+def coarse_symbols(pipeline: Pipeline, reader: ArchiveReader, layer: int) -> list[np.ndarray]:
+    """The coarse symbols of `layer`'s group, arrays (T, columns) over all tokens of a lossy archive.
+
+    Tokens that are still fine get the symbols they would have as coarse ones. Raises DamagedArchive.
+    """
+    groups = pipeline.needed([layer])
+    found: list[list[np.ndarray]] = []
+    for block in reader.blocks(0, reader.tokens):
+        _require_plausible(pipeline, block, groups)
+        tokens = tokens_of(pipeline, reader, block)
+        rows = {Grade.COARSE: np.r_[tokens.coarse.start : tokens.coarse.stop], Grade.FINE: tokens.fine}
+        arrays = {grade: pipeline.buffers(groups, len(at), grade) for grade, at in rows.items() if len(at)}
+        pipeline.unpack(groups, reader.read_parts(block, groups), arrays)
+        if Grade.FINE in arrays:
+            fine, members = tokens.take(tokens.fine), [i for group in groups for i in pipeline.groups[group]]
+            restored = allocate(reader.manifest.geometry, dict.fromkeys(members, len(fine.ids)))
+            pipeline.dequantize(groups, arrays[Grade.FINE], fine, Grade.FINE, restored)
+            arrays[Grade.FINE] = pipeline.quantize(restored, fine, Grade.COARSE, groups)[0]
+        order = np.argsort(np.concatenate([rows[grade] for grade in arrays]))
+        of_grade = zip(*(each[-1] for each in arrays.values()), strict=True)
+        found.append([np.concatenate(pair)[order] for pair in of_grade])
+    return [np.concatenate(of_blocks) for of_blocks in zip(*found, strict=True)]
+
+
+def _tokens(recipe: Recipe, span: range, ids: np.ndarray, ahead: int, known: np.ndarray | None) -> Tokens:
+    """Tokens `span`, whose positions are `ahead` of their indexes, behind the `known` ids."""
+    positions = np.arange(span.start + ahead, span.stop + ahead)
+    return Tokens(ids, positions, earlier_ids(ids, span.start, recipe.block, known), range(len(ids)))
+
+
+def tokens_of(pipeline: Pipeline, reader: ArchiveReader, block: Block) -> Tokens:
     """A block's tokens, those stored fine that newer ones made coarse being due."""
-    head = block.head
-    coarse = head.coarse_tokens
-    now = FineWindow(reader.manifest.recipe, reader.tokens).coarse(range(head.start, block.stop))
+    head, recipe = block.head, reader.manifest.recipe
+    span, known = range(head.start, block.stop), ids_before(pipeline, reader, head.start)
+    now, coarse = FineWindow(recipe, reader.tokens).coarse(span), head.coarse_tokens
     due = range(max(coarse.stop, now.start), now.stop)
-    return Tokens.following(head.tokens, head.first_position, coarse, due if due else range(0))
+    tokens = _tokens(recipe, span, head.tokens, head.first_position - head.start, known)
+    return tokens._replace(coarse=coarse, due=due if due else range(0))
+
+
+def ids_before(pipeline: Pipeline, reader: ArchiveReader, index: int) -> np.ndarray:
+    """The ids right before token `index`, as far as a prediction may look back at them."""
+    reach = min(LOOKBACK, index % reader.manifest.recipe.block) if pipeline.predictor else 0
+    blocks = reader.blocks(index - reach, index)
+    return np.concatenate([np.empty(0, np.int64), *(block.head.tokens for block in blocks)])[-LOOKBACK:]
 
 
 def _held(cut: KVCache, geometry: Geometry) -> tuple[tuple[int, int], ...]:
@@ -203,7 +245,7 @@ def _run(pipeline: Pipeline, reader: ArchiveReader, task: _Task, out: Mapping[in
     try:
         buffer = _buffer(sum(head.parts[group][0] for group in task.groups))
         parts = reader.read_parts(task.block, task.groups, buffer)
-        pipeline.decode(task.groups, parts, _tokens(reader, task.block), target)
+        pipeline.decode(task.groups, parts, tokens_of(pipeline, reader, task.block), target)
     except DamagedArchive as error:
         part = error.part if error.part.startswith(task.block.part) else task.block.part
         raise DamagedArchive(part, error.problem) from error

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from .cache import KVCache, LayerKV, allocate
-from .errors import DamagedArchive, InvalidRecipe, ProfileMissing, UnsupportedCache
+from .errors import DamagedArchive, InvalidInput, InvalidRecipe, ProfileMissing, UnsupportedCache
 from .geometry import FULL, Geometry
 from .profile import Profile
 from .quantize.bits import BitExact
 from .quantize.coefficients import Coefficients
 from .recipe import Recipe
-from .stages import Context, Grade, Place, Predictor, Quantizer, Residual, SymbolCoder, Transform, build
+from .stages import LOOKBACK, Context, Grade, Place, Predictor, Quantizer, Residual, SymbolCoder, Transform, build
 
 Arrays = list[np.ndarray]
 Layout = Sequence[tuple[int, type[np.generic]]]
@@ -39,21 +39,20 @@ MAX_BYTES_PER_SYMBOL_BYTE = 1024
 class Tokens(NamedTuple):
     """Ids and positions int64 (T,) of a block's tokens, and which of them are stored coarse, the others fine.
 
-    `due` are stored fine but restored coarse: newer tokens came in other blocks.
+    `due` are stored fine but restored coarse: newer tokens came in other blocks. `earlier` int64 (T, LOOKBACK) are the
+    ids of the tokens before each, as `Context` has them.
     """
 
     ids: np.ndarray
     positions: np.ndarray
+    earlier: np.ndarray
     coarse: range
     due: range = range(0)
 
     @classmethod
-    def following(
-        cls, ids: np.ndarray, first_position: int, coarse: range | None = None, due: range = range(0)
-    ) -> Tokens:
-        """Tokens at positions that follow one by one; all coarse by default."""
-        positions = np.arange(first_position, first_position + len(ids))
-        return cls(ids, positions, range(len(ids)) if coarse is None else coarse, due)
+    def following(cls, ids: np.ndarray, first_position: int) -> Tokens:
+        """All tokens of a block, at positions that follow one by one, coarse."""
+        return cls(ids, np.arange(first_position, first_position + len(ids)), earlier_ids(ids), range(len(ids)))
 
     @property
     def fine(self) -> np.ndarray:
@@ -63,7 +62,25 @@ class Tokens(NamedTuple):
 
     def take(self, rows: slice | np.ndarray) -> Tokens:
         ids = self.ids[rows]
-        return Tokens(ids, self.positions[rows], range(len(ids)))
+        return Tokens(ids, self.positions[rows], self.earlier[rows], range(len(ids)))
+
+
+def earlier_ids(
+    ids: np.ndarray, start: int = 0, block: int | None = None, known: np.ndarray | None = None
+) -> np.ndarray:
+    """Ids int64 (T, LOOKBACK) of the tokens before each of `ids`, the first of which has index `start`; −1 for none.
+
+    They are looked for among the tokens of a sealed block (of `block` tokens, all by default) only, whether it is
+    sealed already or not, so that what is predicted from them stays when it is. `known` are the ids right before.
+    """
+    known = np.empty(0, np.int64) if known is None else known
+    index = start + np.arange(len(ids))
+    line = np.concatenate([np.full(LOOKBACK, -1), known, ids])[-len(ids) - LOOKBACK :] if len(ids) else ids
+    found = np.full((len(ids), LOOKBACK), -1, np.int64)
+    for back in range(1, LOOKBACK + 1):
+        same = index >= back if block is None else (index - back) // block == index // block
+        found[same, back - 1] = line[LOOKBACK - back : len(line) - back][same]
+    return found
 
 
 class Pipeline:
@@ -132,7 +149,7 @@ class Pipeline:
         `kept(group, arrays)` may put symbols that are known already into those of a group.
         """
         positions = torch.from_numpy(np.ascontiguousarray(tokens.positions, np.int64))
-        context = Context(tokens.ids, tokens.positions)
+        context = Context(tokens.ids, tokens.positions, tokens.earlier)
         symbols: list[Arrays] = []
         restored: dict[int, LayerKV] = {}
         for number in range(len(self.groups)) if groups is None else groups:
@@ -160,7 +177,7 @@ class Pipeline:
     ) -> None:
         """Restore `groups` (those of `needed`, in order) of one grade into `out`, layers (H, T, D) by index."""
         positions = torch.from_numpy(np.ascontiguousarray(tokens.positions, np.int64))
-        context = Context(tokens.ids, tokens.positions)
+        context = Context(tokens.ids, tokens.positions, tokens.earlier)
         for group, q in zip(groups, symbols, strict=True):
             target = _sides(out[i] for i in self.groups[group])
             p = self.predictor.predict(context, target) if self.predictor else None
@@ -211,6 +228,13 @@ class Pipeline:
             place = {i: kv.tokens(tokens.due.start, tokens.due.stop) for i, kv in whole.items()}
             due = tokens.take(_slice(tokens.due))
             self.dequantize(groups, self.quantize(place, due, Grade.COARSE, groups)[0], due, Grade.COARSE, place)
+
+    def column(self, layer: int, side: str, head: int, stage: int) -> tuple[int, int]:
+        """Where a head's coarse symbols are among the arrays of its group: array and column. Raises InvalidInput."""
+        if not isinstance(self.residual, Coefficients):
+            raise InvalidInput(f"recipe {self.recipe.name!r} keeps the numbers' own bits: there are no codes to search")
+        (group,) = (layers for layers in self.groups if layer in layers)
+        return self.residual.quantizer.column(group, layer, side, head, stage)
 
     def needed(self, layers: Iterable[int]) -> list[int]:
         """Groups to decode for `layers`: their own, and all shallower ones when there is a predictor."""

@@ -23,7 +23,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from .errors import InvalidRecipe, KVCellarError
+from .errors import InvalidInput, InvalidRecipe, KVCellarError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,15 +69,19 @@ class Grade(StrEnum):
     FINE = "fine"
 
 
+LOOKBACK = 3
+
+
 class Context:
     """What encoder and decoder both know at a point of the loop.
 
-    `tokens` and `positions` int64 (T,) of the tokens of one grade in a block, and `restored`: for each layer group so
-    far its restored tensors (H, T, D) in the stored dtype. Predictors may look at nothing else.
+    `tokens` and `positions` int64 (T,) of the tokens of one grade in a block; `earlier` int64 (T, LOOKBACK), the ids of
+    the tokens one, two, … before each, −1 where those are not of its block; and `restored`: for each layer group so far
+    its restored tensors (H, T, D) in the stored dtype. Predictors may look at nothing else.
     """
 
-    def __init__(self, tokens: np.ndarray, positions: np.ndarray):
-        self.tokens, self.positions = tokens, positions
+    def __init__(self, tokens: np.ndarray, positions: np.ndarray, earlier: np.ndarray):
+        self.tokens, self.positions, self.earlier = tokens, positions, earlier
         self.restored: list[list[Tensor]] = []
 
     def push(self, group: list[Tensor]) -> None:
@@ -85,7 +89,7 @@ class Context:
 
 
 class Predictor(Stage, ABC):
-    """Foresees a layer group from the context."""
+    """Foresees a layer group from the context, each token by itself."""
 
     layers_per_group: int = 1
 
@@ -114,7 +118,7 @@ class Transform(Stage, ABC):
 class Quantizer(Stage, ABC):
     """Coefficients of a group of `layers` to integers and back, each token by itself.
 
-    Without a transform they are the group's tensors K, V, K, V, … (H, T, D), each flattened to (T, H·D), side by side.
+    Without a transform they are the group's tensors K, V, … (H, T, D), each flattened to (T, H·D), side by side.
     """
 
     @abstractmethod
@@ -128,6 +132,13 @@ class Quantizer(Stage, ABC):
     @abstractmethod
     def dequantize(self, symbols: Sequence[np.ndarray], layers: range, grade: Grade) -> Tensor:
         """float32 (T, C) from such arrays, finite. Raises DamagedArchive for symbols that are never written."""
+
+    def column(self, layers: range, layer: int, side: str, head: int, stage: int) -> tuple[int, int]:
+        """Which array, and which of its columns, holds a head's coarse symbols: what a search goes through.
+
+        `side` is ``"key"`` or ``"value"``. Raises InvalidInput where there is no such column.
+        """
+        raise InvalidInput(f"stage {self.id!r} has no symbol that stands for a head's whole vector: nothing to search")
 
 
 class SymbolCoder(Stage, ABC):

@@ -9,7 +9,7 @@ import numpy as np
 
 from .archive.reader import ArchiveReader
 from .archive.writer import NewBlock
-from .blocks import decode_blocks, encode_blocks, stored_symbols
+from .blocks import decode_blocks, encode_blocks, ids_before, stored_symbols
 from .cache import KVCache, allocate
 from .geometry import Geometry
 from .held import held
@@ -23,7 +23,9 @@ def extended(
     start = _tail_start(reader)
     if reader.tokens + len(ids) - start < reader.manifest.recipe.tail:
         position = reader.first_position + reader.tokens
-        return len(reader.entries), encode_blocks(pipeline, reader.manifest, new, ids, reader.tokens, position)
+        known = ids_before(pipeline, reader, reader.tokens)
+        blocks = encode_blocks(pipeline, reader.manifest, new, ids, reader.tokens, position, known=known)
+        return len(reader.entries), blocks
     return int(np.count_nonzero(reader.entries["sealed"])), _rewritten(pipeline, reader, new, ids)
 
 

@@ -17,7 +17,7 @@ from ..archive.info import ArchiveInfo, VerifyReport, describe, verify
 from ..archive.manifest import Manifest
 from ..archive.reader import ArchiveReader
 from ..archive.writer import NewBlock, append_blocks, write_archive
-from ..blocks import decode_blocks
+from ..blocks import coarse_symbols, decode_blocks
 from ..cache import KVCache, LayerKV, Restored
 from ..errors import ArchiveClosed, DamagedArchive, InvalidInput, MissingIdentity, StorageError, TokensMismatch
 from ..held import held as held_runs
@@ -140,6 +140,17 @@ class Archive:
             runs = ", ".join(f"{run.start}…{run.stop}" for run in held_runs(self._open(), index, start, stop))
             raise InvalidInput(f"of tokens {start}…{stop} layer {index}, which slides, holds {runs or 'none'}")
         return kv.keys, kv.values
+
+    def codes(self, layer: int, side: str = "key", head: int = 0, stage: int = 0) -> np.ndarray:
+        """The symbols (T,) that stand for one KV head's keys or values, of a stage of a residual quantizer.
+
+        What `kvcellar.search` can look through instead of token ids. Raises InvalidInput where the recipe has none
+        (only vector quantizers do), DamagedArchive.
+        """
+        (index,) = self._layers([layer])
+        pipeline = self._ready_pipeline()
+        array, column = pipeline.column(index, side, head, stage)
+        return np.ascontiguousarray(coarse_symbols(pipeline, self._open(), index)[array][:, column])
 
     def append(self, cache: Any, tokens: Any, *, row: int = 0, start: int = 0) -> ArchiveInfo:
         """Add the tokens of `cache` that the archive does not hold yet; `tokens` are all T ids of `cache`.

@@ -37,7 +37,7 @@ from .peers import PEERS, coded_by
 from .reference import References, continuation_logits, empty_positions, key, write_empty_scores, write_scores
 from .rows import EMPTY, Result, rows_of
 from .rows import ROW as ROW
-from .sizes import bytes_by_part
+from .sizes import bytes_by_part, coarse_bytes
 from .speed import Prefill, fastest_prefill
 from .zero import zero_residual
 
@@ -198,16 +198,16 @@ class Bench:
     def _recipe_window(
         self, recipe: Recipe, profile: Profile | None, window: Window, out: Path, scorer: Scorer
     ) -> dict[str, Any]:
-        def look_and_score(path: Path) -> tuple[dict[str, int], dict[str, Any]]:
-            parts = bytes_by_part(path)
-            return parts, scorer.score(path, self.references.logits_file(window), window.prefix, out)
+        def look_and_score(path: Path) -> tuple[dict[str, int], tuple[int, int], dict[str, Any]]:
+            scored = scorer.score(path, self.references.logits_file(window), window.prefix, out)
+            return bytes_by_part(path), coarse_bytes(path, profile), scored
 
-        info, save_s, (parts, decoded) = self._recipe_save(recipe, profile, window, look_and_score)
+        info, save_s, (parts, coarse, decoded) = self._recipe_save(recipe, profile, window, look_and_score)
         return {
             "file_bytes": info.file_bytes,
             "bytes_by_part": parts,
-            "payload_bytes": parts["payload"] + parts["token_ids"],
-            "payload_tokens": window.prefix,
+            "payload_bytes": coarse[0],
+            "payload_tokens": coarse[1],
             "profile_bytes": info.profile_bytes if info.profile_bytes is not None else _container_bytes(info.profile),
             "raw_bytes": info.raw_bytes,
             "kept": 1.0,

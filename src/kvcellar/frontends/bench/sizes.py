@@ -7,6 +7,10 @@ from pathlib import Path
 from ...archive.commit import records
 from ...archive.format import BLOCK, COMMIT, HEADER_SIZE, INDEX, MANIFEST, PROFILE
 from ...archive.reader import ArchiveReader
+from ...blocks import stored_symbols
+from ...pipeline import Pipeline
+from ...profile import Profile
+from ...stages import Grade
 from ...store.local import LocalStore
 
 PARTS = ("header", "manifest", "profile", "block_heads", "token_ids", "payload", "index", "commits", "dead")
@@ -36,3 +40,25 @@ def bytes_by_part(path: Path) -> dict[str, int]:
                 found["block_heads"] += stop - start - head.id_bytes - head.body_length
     found["dead"] = size - sum(found.values())
     return found
+
+
+def coarse_bytes(path: Path, profile: Profile | None) -> tuple[int, int]:
+    """Bytes that code the coarse tokens of the archive at `path`, their ids included, and how many tokens these are.
+
+    A part holds symbols of both grades: those of its coarse tokens are read and coded again by themselves. Of a block's
+    packed ids each token takes the same share. Without a fine window every token is coarse.
+    """
+    store, name = LocalStore.at(path)
+    size = tokens = 0
+    with ArchiveReader(store.open_reader(name)) as archive:
+        pipeline = Pipeline(archive.manifest.recipe, archive.manifest.geometry, profile)
+        for block in archive.blocks(0, archive.tokens):
+            head, count = block.head, len(block.head.coarse_tokens)
+            if head.all_coarse:
+                size += head.body_length
+            elif count:
+                symbols = stored_symbols(pipeline, archive, head.start, block.stop)
+                size += sum(map(len, pipeline.pack([symbols.arrays[Grade.COARSE]])))
+            size += -(-head.id_bytes * count // head.count)
+            tokens += count
+    return size, tokens
