@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from ...evaluate.bootstrap import ratio_at_equal_kl
 from ...evaluate.scores import WindowScore, summarize
 
@@ -22,7 +24,7 @@ ROW = (
 FURTHER = (
     *("articles", "scored_tokens", "bytes_by_part", "append_s", "random_access_s", "memcpy_s", "prefill_dtype"),
     *("threads", "restore_speedup", "save_to_prefill", "append_to_prefill", "random_access_to_prefill"),
-    *("restore_to_memcpy", "peak_to_raw", "note", "ratio_at_equal_kl"),
+    *("restore_to_memcpy", "peak_to_raw", "note", "ratio_at_equal_kl", "dppl_second_half", "layer_errors"),
 )
 ALL = "all"
 EMPTY = "floor:empty"
@@ -96,7 +98,15 @@ def _row(name: str, kind: str, group: list[Result], prefix: int | None) -> dict[
         "peak_to_raw": _ratio(costs, "peak_bytes", "raw_bytes", max),
         "note": costs[0].get("note") or None,
         "ratio_at_equal_kl": None,
+        "dppl_second_half": second_half([result.scores for result in group]),
+        "layer_errors": next((c["layer_errors"] for c in costs if c.get("layer_errors")), None),
     }
+
+
+def second_half(scores: Sequence[WindowScore]) -> float:
+    """Δppl, a fraction, over the second half of each continuation: where little of what is attended to is recent."""
+    behind = [(score.nll - score.nll_full)[score.tokens // 2 :] for score in scores]
+    return float(np.expm1(np.concatenate(behind).mean()))
 
 
 def _ratio(costs: list[dict[str, Any]], over: str, under: str, choose: Callable[[list[float]], float]) -> float | None:

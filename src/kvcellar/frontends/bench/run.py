@@ -32,6 +32,7 @@ from ..cli.common import progress
 from ..cli.models import LocalModel
 from ..library import open as open_archive
 from ..library import save
+from .layers import layer_errors
 from .outside import Outside
 from .peers import PEERS, coded_by
 from .reference import References, continuation_logits, empty_positions, key, write_empty_scores, write_scores
@@ -145,6 +146,10 @@ class Bench:
         Raises KVCellarError when its file cannot be decoded, InvalidInput when the profile was fitted on a text that
         is tested here.
         """
+        return self._rows(recipe.name, self.scored(recipe, profile))
+
+    def scored(self, recipe: Recipe, profile: Profile | None = None) -> list[Result]:
+        """What those rows sum up: a recipe's scores and costs, window by window."""
         if profile is None:
             profile = find_fitted(recipe, self.local.identity, self.geometry())
         if profile is not None:
@@ -159,11 +164,10 @@ class Bench:
             return self._recipe_window(recipe, profile, window, out, scorer[0])
 
         try:
-            results = self._collect(recipe.name, folder, compute)
+            return self._collect(recipe.name, folder, compute)
         finally:
             for process in scorer:
                 process.close()
-        return self._rows(recipe.name, results)
 
     def zero_residual(self, recipe: Recipe, name: str) -> list[dict[str, Any]]:
         """Rows of a floor: what the prediction of `recipe` alone restores. Raises InvalidInput if it has none."""
@@ -178,7 +182,8 @@ class Bench:
                 f"SHA-256 {min(seen)[:16]}…: what is tuned on a text cannot be tested on it"
             )
 
-    def _original(self, window: Window) -> Any:
+    def original(self, window: Window) -> Any:
+        """The uncompressed cache of a window."""
         with open_archive(self.references.archive(window), identity=self.local.identity) as archive:
             return archive.restore().cache
 
@@ -186,7 +191,7 @@ class Bench:
         self, recipe: Recipe, profile: Profile | None, window: Window, then: Callable[[Path], Any]
     ) -> tuple[Any, float, Any]:
         """What saving the window's cache says and how long it takes, and what `then` makes of the file."""
-        cache, prefix = self._original(window), window.ids[: window.prefix]
+        cache, prefix = self.original(window), window.ids[: window.prefix]
         with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as scratch:
             path = Path(scratch) / "window.kvc"
             started = time.perf_counter()
@@ -200,6 +205,8 @@ class Bench:
     ) -> dict[str, Any]:
         def look_and_score(path: Path) -> tuple[dict[str, int], tuple[int, int], dict[str, Any]]:
             scored = scorer.score(path, self.references.logits_file(window), window.prefix, out)
+            if window is self.windows[0]:
+                scored["layer_errors"] = layer_errors(path, self.references.archive(window))
             return bytes_by_part(path), coarse_bytes(path, profile), scored
 
         info, save_s, (parts, coarse, decoded) = self._recipe_save(recipe, profile, window, look_and_score)
@@ -222,7 +229,7 @@ class Bench:
 
         def coded(window: Window) -> Any:
             prefix, following = window.ids[: window.prefix], window.ids[window.prefix :]
-            return coded_by(name, self._original(window), self.local.model.config, tokens=prefix, following=following)
+            return coded_by(name, self.original(window), self.local.model.config, tokens=prefix, following=following)
 
         def compute(window: Window, out: Path) -> dict[str, Any]:
             if not warm:
