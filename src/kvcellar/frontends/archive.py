@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ from torch import Tensor
 from ..archive.info import ArchiveInfo, VerifyReport, describe, verify
 from ..archive.manifest import Manifest
 from ..archive.reader import ArchiveReader
-from ..archive.writer import NewBlock, append_blocks, write_archive
+from ..archive.writer import append_blocks, write_archive
 from ..blocks import coarse_symbols, decode_blocks
-from ..cache import KVCache, LayerKV, Restored
+from ..cache import LayerKV, Restored
 from ..errors import ArchiveClosed, DamagedArchive, InvalidInput, MissingIdentity, StorageError, TokensMismatch
 from ..held import held as held_runs
 from ..held import is_prefix, usable_prefix, wanted
