@@ -18,7 +18,7 @@ from kvcellar.archive.commit import ENTRY, Commit, pack_index
 from kvcellar.archive.format import BLOCK, HEADER_SIZE, MANIFEST, checksum, pack_header, pack_record
 from kvcellar.archive.manifest import Manifest
 from kvcellar.archive.writer import NewBlock
-from kvcellar.blocks import encode_blocks
+from kvcellar.encode import encode_blocks
 from kvcellar.pipeline import Pipeline
 
 TOKENS = 21

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import kvcellar
 from kvcellar.archive.block import BlockHead
 from kvcellar.archive.reader import ArchiveReader
-from kvcellar.blocks import stored_symbols
+from kvcellar.decode import stored_symbols
 from kvcellar.errors import DamagedArchive, InvalidRecipe, UnsupportedCache
 from kvcellar.pipeline import Pipeline
 from kvcellar.recipe import Window

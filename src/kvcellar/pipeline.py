@@ -54,6 +54,15 @@ class Tokens(NamedTuple):
         """All tokens of a block, at positions that follow one by one, coarse."""
         return cls(ids, np.arange(first_position, first_position + len(ids)), earlier_ids(ids), range(len(ids)))
 
+    @classmethod
+    def at(cls, block: int, span: range, ids: np.ndarray, ahead: int, known: np.ndarray | None) -> Tokens:
+        """The tokens `span` of an archive with sealed blocks of `block` tokens, behind the `known` ids, all coarse.
+
+        Their positions are `ahead` of their indexes.
+        """
+        positions = np.arange(span.start + ahead, span.stop + ahead)
+        return cls(ids, positions, earlier_ids(ids, span.start, block, known), range(len(ids)))
+
     @property
     def fine(self) -> np.ndarray:
         """Indexes of the tokens that are not coarse: those before and those behind."""

@@ -9,8 +9,9 @@ import numpy as np
 
 from .archive.reader import ArchiveReader
 from .archive.writer import NewBlock
-from .blocks import decode_blocks, encode_blocks, ids_before, stored_symbols
 from .cache import KVCache, allocate
+from .decode import decode_blocks, ids_before, stored_symbols
+from .encode import encode_blocks
 from .geometry import Geometry
 from .held import held
 from .pipeline import Pipeline

@@ -16,8 +16,8 @@ from ..archive.info import ArchiveInfo, VerifyReport, describe, verify
 from ..archive.manifest import Manifest
 from ..archive.reader import ArchiveReader
 from ..archive.writer import append_blocks, write_archive
-from ..blocks import coarse_symbols, decode_blocks
 from ..cache import LayerKV, Restored
+from ..decode import coarse_symbols, decode_blocks
 from ..errors import ArchiveClosed, DamagedArchive, InvalidInput, MissingIdentity, StorageError, TokensMismatch
 from ..held import held as held_runs
 from ..held import is_prefix, usable_prefix, wanted

@@ -14,8 +14,8 @@ from ..archive.info import ArchiveInfo, describe
 from ..archive.manifest import Manifest
 from ..archive.reader import ArchiveReader
 from ..archive.writer import write_archive
-from ..blocks import encode_blocks
 from ..calibrate import find_fitted
+from ..encode import encode_blocks
 from ..errors import (
     ArchiveNotFound,
     InvalidInput,

@@ -7,7 +7,7 @@ from pathlib import Path
 from ...archive.commit import records
 from ...archive.format import BLOCK, COMMIT, HEADER_SIZE, INDEX, MANIFEST, PROFILE
 from ...archive.reader import ArchiveReader
-from ...blocks import stored_symbols
+from ...decode import stored_symbols
 from ...pipeline import Pipeline
 from ...profile import Profile
 from ...stages import Grade

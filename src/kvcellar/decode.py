@@ -1,4 +1,4 @@
-"""Blocks of a file from a cache, and a cache from blocks: where pipeline and archive meet."""
+"""A cache, or symbols, from the blocks of a file."""
 
 from __future__ import annotations
 
@@ -11,63 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .archive.block import BlockHead, part_table
-from .archive.manifest import Manifest
 from .archive.reader import ArchiveReader, Block
-from .archive.writer import NewBlock
-from .cache import KVCache, LayerKV, allocate
-from .errors import DamagedArchive, InvalidInput
-from .geometry import Geometry
-from .pipeline import Pipeline, Tokens, earlier_ids
-from .recipe import Recipe
+from .cache import LayerKV, allocate
+from .errors import DamagedArchive
+from .pipeline import Pipeline, Tokens
 from .stages import LOOKBACK, Grade
-from .window import FineWindow, Symbols, encode_graded
+from .window import FineWindow, Symbols
 
 CHUNK_BYTES = 3 << 19
 _local = threading.local()
-
-
-def encode_blocks(
-    pipeline: Pipeline,
-    manifest: Manifest,
-    kv: KVCache,
-    ids: np.ndarray,
-    first: int,
-    position: int | None = None,
-    stored: Symbols | None = None,
-    known: np.ndarray | None = None,
-) -> Iterator[NewBlock]:
-    """Blocks of the tokens `stored` in the archive's tail and then those of `kv`; `ids` are of both.
-
-    The first token has index `first` and that `position` (default: the index); `known` are the ids right before it.
-    Only the last block may be unsealed.
-    """
-    stored = stored or Symbols.none(pipeline)
-    if len(stored) + len(kv) != len(ids):
-        raise InvalidInput(f"{len(stored) + len(kv)} tokens and {len(ids)} ids of them")
-    window = FineWindow(manifest.recipe, first + len(ids))
-    position = first if position is None else position
-    for span in window.blocks(first):
-        before = known if span.start == first else ids[: span.start - first]
-        tokens = _tokens(manifest.recipe, span, ids[span.start - first : span.stop - first], position - first, before)
-        tokens = tokens._replace(coarse=window.coarse(span))
-        old, stored = stored.split(len(span))
-        new = span.stop - first - len(ids) + len(kv)
-        cut = kv.tokens(new - len(span) + len(old), new)
-        parts = encode_graded(pipeline, cut, tokens, old) if not pipeline.lossless else pipeline.encode(cut, tokens)
-        head = BlockHead(
-            start=span.start,
-            tokens=tokens.ids,
-            sealed=window.seals(span),
-            geometry=manifest.geometry,
-            recipe=manifest.recipe.digest,
-            parts=part_table(parts),
-            first_position=int(tokens.positions[0]),
-            profile=bytes.fromhex(manifest.profile) if manifest.profile else None,
-            held=_held(cut, manifest.geometry),
-            coarse=tokens.coarse,
-        )
-        yield NewBlock(head, parts)
 
 
 def stored_symbols(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: int) -> Symbols:
@@ -110,19 +62,13 @@ def coarse_symbols(pipeline: Pipeline, reader: ArchiveReader, layer: int) -> lis
     return [np.concatenate(of_blocks) for of_blocks in zip(*found, strict=True)]
 
 
-def _tokens(recipe: Recipe, span: range, ids: np.ndarray, ahead: int, known: np.ndarray | None) -> Tokens:
-    """Tokens `span`, whose positions are `ahead` of their indexes, behind the `known` ids."""
-    positions = np.arange(span.start + ahead, span.stop + ahead)
-    return Tokens(ids, positions, earlier_ids(ids, span.start, recipe.block, known), range(len(ids)))
-
-
 def tokens_of(pipeline: Pipeline, reader: ArchiveReader, block: Block) -> Tokens:
     """A block's tokens, those stored fine that newer ones made coarse being due."""
     head, recipe = block.head, reader.manifest.recipe
     span, known = range(head.start, block.stop), ids_before(pipeline, reader, head.start)
     now, coarse = FineWindow(recipe, reader.tokens).coarse(span), head.coarse_tokens
     due = range(max(coarse.stop, now.start), now.stop)
-    tokens = _tokens(recipe, span, head.tokens, head.first_position - head.start, known)
+    tokens = Tokens.at(recipe.block, span, head.tokens, head.first_position - head.start, known)
     return tokens._replace(coarse=coarse, due=due if due else range(0))
 
 
@@ -131,17 +77,6 @@ def ids_before(pipeline: Pipeline, reader: ArchiveReader, index: int) -> np.ndar
     reach = min(LOOKBACK, index % reader.manifest.recipe.block) if pipeline.predictor else 0
     blocks = reader.blocks(index - reach, index)
     return np.concatenate([np.empty(0, np.int64), *(block.head.tokens for block in blocks)])[-LOOKBACK:]
-
-
-def _held(cut: KVCache, geometry: Geometry) -> tuple[tuple[int, int], ...]:
-    """For each run of sliding layers the tokens of the block they hold. Raises InvalidInput when they differ."""
-    found: dict[int, tuple[int, int]] = {}
-    for layer, run in geometry.sliding_runs.items():
-        kv = cut.layers[layer]
-        held = (kv.first, kv.first + kv.slots) if kv.slots else (0, 0)
-        if found.setdefault(run, held) != held:
-            raise InvalidInput(f"layer {layer} holds tokens {held} of a block, its neighbours {found[run]}")
-    return tuple(found.values())
 
 
 class _Take(NamedTuple):
