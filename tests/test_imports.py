@@ -15,7 +15,7 @@ import kvcellar
 
 SOURCE = Path(kvcellar.__file__).parent
 STAGE_FOLDERS = ("reduce", "predict", "transform", "quantize", "symbols")
-CONTRACTS = {"cache", "stages", "recipe", "errors", "geometry", "profile"}
+CONTRACTS = {"cache", "calibrate", "stages", "recipe", "errors", "geometry", "profile", "rope", "metric"}
 
 
 def imported(code: str, module: str, *, package: bool = False) -> set[str]:
