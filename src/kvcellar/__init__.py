@@ -29,16 +29,19 @@ _LATER = {
     "Batch": "frontends.batch",
     "batch": "frontends.batch",
     "Found": "frontends.library",
+    "Hit": "frontends.search",
     "KVCache": "cache",
     "LayerKV": "cache",
     "Restored": "cache",
     "Profile": "profile",
     "repair": "frontends.repair",
+    "spans_for": "frontends.search",
 }
 __all__ = [
     "Archive",
     "Batch",
     "Found",
+    "Hit",
     "Identity",
     "KVCache",
     "KVCellarError",
@@ -51,6 +54,7 @@ __all__ = [
     "open",
     "repair",
     "save",
+    "spans_for",
 ]
 
 

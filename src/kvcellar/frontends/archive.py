@@ -28,6 +28,7 @@ from ..store.base import Appender
 from ..store.local import LocalStore
 from ..tail import compacted, extended
 from .inputs import spans_of, token_ids
+from .search import Hit, search
 from .transformers import Device, dtype_of, fill_cache, give_cache, take_cache
 
 
@@ -150,6 +151,10 @@ class Archive:
         pipeline = self._ready_pipeline()
         array, column = pipeline.column(index, side, head, stage)
         return np.ascontiguousarray(coarse_symbols(pipeline, self._open(), index)[array][:, column])
+
+    def search(self, phrase: Any, **settings: Any) -> list[Hit]:
+        """Where a phrase, text or token ids, stands; settings and errors are those of `frontends.search.search`."""
+        return search(self, phrase, **settings)
 
     def append(self, cache: Any, tokens: Any, *, row: int = 0, start: int = 0) -> ArchiveInfo:
         """Add the tokens of `cache` that the archive does not hold yet; `tokens` are all T ids of `cache`.

@@ -23,6 +23,7 @@ COMMANDS = {
     "compact": "Rewrite an archive without the bytes it no longer needs.",
     "restore": "Write the stored cache into a safetensors file.",
     "find": "Find the archive with the longest stored prefix of a prompt.",
+    "search": "Find a phrase in an archive, without unpacking it.",
     "bench": "Measure what recipes cost and what they keep.",
 }
 EPILOG = """\b

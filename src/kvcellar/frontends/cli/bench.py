@@ -79,7 +79,7 @@ def command(
     windows, sources, documents = chosen_windows(local, texts, Path(data), prefix, continuation, count, quiet=as_json)
     bench = Bench(local, windows, quiet=as_json, texts=documents)
     bench.prepare()
-    ensure_profiles(local, chosen, bench.geometry(), quiet=as_json)
+    ensure_profiles(lambda: local, chosen, bench.geometry(), quiet=as_json)
     benches: list[Any] = [bench]
     if tasks:
         from ..bench.margins import TaskBench

@@ -50,7 +50,9 @@ def command(
     windows, sources, documents = chosen_windows(local, texts, Path(data), prefix, continuation, count, quiet=as_json)
     bench = Bench(local, windows, quiet=as_json, texts=documents)
     bench.prepare()
-    result = study(bench, lambda recipes: ensure_profiles(local, list(recipes), bench.geometry(), quiet=as_json))
+    result = study(
+        bench, lambda recipes: ensure_profiles(lambda: local, list(recipes), bench.geometry(), quiet=as_json)
+    )
     if out:
         write(Path(out), local, sources, windows, {"benchmark": "quantizers", **result})
     if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,18 @@ def chosen_windows(
     return found, {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}, used
 
 
-def ensure_profiles(local: Any, chosen: list[Any], geometry: Any, *, quiet: bool) -> None:
-    """Make the profiles that recipes need and this machine lacks, as `kvcellar calibrate` does by default."""
+def ensure_profiles(load: Callable[[], Any], chosen: list[Any], geometry: Any, *, quiet: bool) -> None:
+    """Make the profiles that recipes need and this machine lacks, as `kvcellar calibrate` does by default.
+
+    `load` gives the `MeasuredModel`, which is asked for only if there is something to make.
+    """
     from ...calibrate import find_fitted, fit_profile, fitted_stages
 
-    lacking = [r for r in chosen if fitted_stages(r) and find_fitted(r, local.identity, geometry) is None]
+    needing = [recipe for recipe in chosen if fitted_stages(recipe)]
+    if not needing:
+        return
+    local = load()
+    lacking = [recipe for recipe in needing if find_fitted(recipe, local.identity, geometry) is None]
     if not lacking:
         return
     from ..calibration import WINDOW, calibration_documents, collect, cut
@@ -56,7 +64,8 @@ def ensure_profiles(local: Any, chosen: list[Any], geometry: Any, *, quiet: bool
     cuts = cut(calibration_documents([]), partial(local.encode, continues=True), CALIBRATION, WINDOW)
     calibration = collect(local, cuts, partial(progress, quiet=quiet))
     for recipe in lacking:
-        fit_profile(recipe, calibration).save()
+        if find_fitted(recipe, local.identity, geometry) is None:  # recipes may share one
+            fit_profile(recipe, calibration).save()
 
 
 def write(out: Path, local: Any, sources: dict[str, str], windows: list[Any], results: dict[str, Any]) -> None:

