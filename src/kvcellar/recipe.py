@@ -145,7 +145,22 @@ class Recipe:
 
 # 512 tokens a block: restoring costs a fifth less time than with 256, since there are half as many parts.
 EXACT = Recipe(name="exact", symbols={"id": "byteplanes-zstd/1"}, block=512)
-PRESETS = {recipe.name: recipe for recipe in (EXACT,)}
+# Needs no profile: what there is for a model that was never calibrated.
+TURBO = tuple(
+    Recipe(
+        name=f"turbo-{bits}", quantize={"id": "turbo/1", "bits": bits}, symbols={"id": "map/1"}, window=Window(4, 32)
+    )
+    for bits in (4, 3, 2)
+)
+# Keys are several times as sensitive as values, so they get twice the stages (docs/quantizers.md).
+FRACTAL = Recipe(
+    name="fractal",
+    transform={"id": "rope/1"},
+    quantize={"id": "rvq/1", "key_stages": 4, "value_stages": 2},
+    symbols={"id": "map/1"},
+    window=Window(4, 32),
+)
+PRESETS = {recipe.name: recipe for recipe in (EXACT, *TURBO, FRACTAL)}
 
 
 def find_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
