@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
+SAME_ENVIRONMENT := blosc2,hf-fp8,hf-hqq4
 
 .PHONY: env demo test lint types bench bench-quick fuzz model models-page peers clean
 
@@ -32,6 +33,10 @@ types: env
 bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/python benchmarks/exact.py
 	$(BIN)/python benchmarks/million.py
+	$(BIN)/python benchmarks/maps.py
+	$(BIN)/python benchmarks/search.py
+	$(BIN)/kvcellar bench --tasks 2 --peers $(SAME_ENVIRONMENT) --out benchmarks/results/bench.json --plot docs/rate-quality.png
+	$(BIN)/kvcellar bench quantizers --out benchmarks/results/quantizers.json
 	$(BIN)/python benchmarks/readme.py
 
 bench-quick: env  # 8 windows, all recipes, no peers

@@ -19,7 +19,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 def main() -> int:
     result = json.loads((RESULTS / "exact.json").read_text())
     text = README.read_text()
+    quality = json.loads((RESULTS / "bench.json").read_text())
     fresh = _filled(_filled(text, "info", _info(result)), "results", _results(result))
+    fresh = _filled(fresh, "quality", _quality(quality))
     if "--check" in sys.argv:
         print("current" if fresh == text else "the README's tables are not those of benchmarks/results: make readme")
         return int(fresh != text)
@@ -77,6 +79,39 @@ def _results(result: dict[str, Any]) -> str:
         "Medians; from `benchmarks/results/exact.json`, made by `make bench`."
     )
     return "\n".join([where, "", *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def _quality(result: dict[str, Any]) -> str:
+    """Recipes, peers and the floor over all texts of the bench, smallest divergence first."""
+    rows = sorted((row for row in result["rows"] if row["text"] == "all"), key=lambda row: row["kl"])
+    table = [
+        ("", "B/token, whole file", "x 16-bit", "KL, nats [95 %]", "Δppl", "context kept (RCB)", "prefill ÷ restore"),
+        ("---", *["---:"] * 6),
+    ]
+    raw = 2 * result["numbers_per_token"]
+    for row in rows:
+        size, low_high = row["file_bytes_per_token"], row["kl_ci"]
+        interval = f" [{low_high[0]:.2g}, {low_high[1]:.2g}]" if low_high and row["kl"] else ""
+        ours = ":" not in row["recipe"]
+        table.append(
+            (
+                f"**`{row['recipe']}`**" if ours else row["recipe"],
+                "–" if size is None else f"{size:,.0f}",
+                "–" if size is None else f"{raw / size:.1f}",
+                f"{row['kl']:.2g}{interval}",
+                f"{100 * row['dppl']:+.2f} %",
+                "–" if row["rcb"] is None else f"{row['rcb']:.2f}",
+                f"{row['restore_speedup']:.0f}" if ours and row["restore_speedup"] else "–",
+            )
+        )
+    machine, windows = result["machine"], len(result["windows"])
+    where = (
+        f"{windows} windows of {rows[0]['tokens']:,} + 384 tokens, one a document (encyclopedia, essays, documentation, "
+        f"code), SmolLM2-135M-Instruct; {machine['cpu']}, {machine['cores']} cores, commit {machine['commit']}; from "
+        "`benchmarks/results/bench.json`. `floor:empty` keeps only the first 4 and the last 32 tokens. What is worse "
+        "than it compresses nothing. `fractal` needs a profile of the model, made once by `kvcellar calibrate`."
+    )
+    return "\n".join([where, "", *("| " + " | ".join(row) + " |" for row in table)])
 
 
 if __name__ == "__main__":

@@ -134,10 +134,7 @@ class Quantizer(Stage, ABC):
         """float32 (T, C) from such arrays, finite. Raises DamagedArchive for symbols that are never written."""
 
     def column(self, layers: range, layer: int, side: str, head: int, stage: int) -> tuple[int, int]:
-        """Which array, and which of its columns, holds a head's coarse symbols: what a search goes through.
-
-        `side` is ``"key"`` or ``"value"``. Raises InvalidInput where there is no such column.
-        """
+        """Array and column of the coarse symbols of a head's `side`, ``"key"`` or ``"value"``, to search through."""
         raise InvalidInput(f"stage {self.id!r} has no symbol that stands for a head's whole vector: nothing to search")
 
 
@@ -201,7 +198,6 @@ _STAGES: dict[tuple[str, str], str | Factory] = {
     ("symbols", "byteplanes-zstd/1"): "kvcellar.symbols.byteplanes:BytePlanes",
     ("symbols", "map/1"): "kvcellar.symbols.mapcoder:MapCoder",
 }
-
 
 _loaded: dict[tuple[str, str], type[Stage]] = {}  # installed stages this process has found: looking takes a while
 

@@ -99,8 +99,10 @@ def command(
             failed += not isinstance(error, MissingExtra)
             click.echo(f"peer {name} left out: {error}", err=True)
     compare_at_equal_kl(rows)
+    numbers = sum(layer.numbers_per_token for layer in bench.geometry().layers)
+    named = {"benchmark": "quality", "numbers_per_token": numbers}
     if out:
-        write(Path(out), local, sources, windows, {"benchmark": "quality", "rows": rows})
+        write(Path(out), local, sources, windows, {**named, "rows": rows})
     if plot:
         from ..bench.plot import draw
 
