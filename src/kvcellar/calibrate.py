@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from .cache import KVCache
 from .errors import InvalidInput, ProfileMismatch
 from .geometry import Geometry
 from .identity import Identity
+from .pipeline import Pipeline, Tokens
 from .profile import Profile, all_profiles
 from .recipe import Recipe, canonical_json
-from .stages import Stage, build
+from .stages import Grade, Stage, build
 
 ARITHMETIC = "float32/1"
 FITTING_STAGES = ("predict", "transform", "quantize", "symbols")
@@ -48,7 +50,8 @@ def _silent(label: str, total: int) -> AbstractContextManager[Callable[[int], No
 class Calibration:
     """Samples of one model. `texts` are the SHA-256 of the documents they were cut from.
 
-    `model` is the transformers model, None when only caches are there; `folder` keeps what `kept` computes.
+    `model` is the transformers model, None when only caches are there; `folder` keeps what `kept` computes. Stages that
+    fit are told the `recipe` and what was `fitted` before them.
     """
 
     identity: Identity
@@ -58,6 +61,8 @@ class Calibration:
     model: Any = None
     folder: Path | None = None
     progress: Progress = _silent
+    recipe: Recipe | None = None
+    fitted: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not self.samples:
@@ -76,6 +81,40 @@ class Calibration:
                     raise InvalidInput(f"a sample of {len(sample.tokens)} tokens holds another cache than it says")
                 yield sample.tokens, cache
                 advance(1)
+
+    @cached_property
+    def before(self) -> dict[str, Stage]:
+        """The recipe's stages that come before the one that is fitted, by kind, ready to be used."""
+        found: dict[str, Stage] = {}
+        known = {name.partition(".")[0] for name in self.fitted}
+        for kind in FITTING_STAGES if self.recipe is not None else ():
+            stage: Stage | None = build(kind, getattr(self.recipe, kind))
+            if stage is not None and stage.needs_profile and kind not in known:
+                break
+            if stage is not None:
+                stage.bind(self.geometry, Profile(dict(self.fitted), {}))
+                found[kind] = stage
+        return found
+
+    def symbols(self, label: str, tokens: int) -> Iterator[tuple[range, int, np.ndarray]]:
+        """What the stages before the symbol coder make of the first `tokens` tokens of the samples.
+
+        Arrays (T, C) of a sample's tokens but the sinks, with the layers of their group and their place among its
+        arrays, of which those of coarse tokens come before those of fine ones.
+        """
+        assert self.recipe is not None
+        recipe = replace(self.recipe, symbols={"id": "map/1"})
+        pipeline = Pipeline(recipe, self.geometry, Profile(dict(self.fitted), {}))
+        some = replace(self, samples=self.samples[: max(1, tokens // len(self.samples[0].tokens))])
+        for ids, cache in some.caches(label):
+            rows = slice(recipe.window.sinks if recipe.window else 0, None)
+            all_tokens = Tokens.following(ids, 0).take(rows)
+            layers = [kv.tokens(rows.start, kv.slots) for kv in cache.layers]
+            fine, restored = pipeline.quantize(layers, all_tokens, Grade.FINE, restore=True)
+            coarse = pipeline.quantize(restored, all_tokens, Grade.COARSE)[0]
+            for group, of_coarse, of_fine in zip(pipeline.groups, coarse, fine, strict=True):
+                for which, array in enumerate([*of_coarse, *of_fine]):
+                    yield group, which, array
 
     @property
     def digest(self) -> str:
@@ -123,7 +162,8 @@ def fit_profile(recipe: Recipe, calibration: Calibration) -> Profile:
         raise InvalidInput(f"recipe {recipe.name!r} needs no profile: there is nothing to calibrate")
     tensors: dict[str, np.ndarray] = {}
     for kind, stage in stages.items():
-        for name, value in stage.fit(calibration, dict(tensors)).items():
+        known = replace(calibration, recipe=recipe, fitted=dict(tensors))
+        for name, value in stage.fit(known, known.fitted).items():
             tensor = np.asarray(value, order="C")
             if tensor.dtype.kind == "f" and not np.isfinite(tensor).all():
                 raise InvalidInput(f"stage {stage.id!r} fitted {name!r} with numbers that are not finite")

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from ..calibrate import Calibration
 
 MAX_STAGES, MAX_ENTRIES, MAX_BEAM = 16, 65536, 64
-MOST_VECTORS = 1 << 17  # for one codebook
+VECTORS_PER_ENTRY = 96  # that a codebook is fitted on, at most; of pooled ones, five times as many
+POOLED = 5
 KEY, VALUE = "key", "value"
 
 
@@ -171,6 +172,7 @@ class ResidualVQ(Quantizer):
         self.geometry = calibration.geometry
         vectors = Vectors(calibration, fitted)
         settings = {"id": self.id, "entries": self.entries, "pooled": self.pooled, "behind": vectors.behind}
+        settings["vectors"] = VECTORS_PER_ENTRY
         parts: dict[str, list[Side]] = {}
         for each in self._sides(range(len(self.geometry))):
             parts.setdefault(self._name(each), []).append(each)
@@ -193,7 +195,8 @@ class ResidualVQ(Quantizer):
         if len({side.shape.width for side in sides}) > 1:
             raise UnsupportedCache(f"the {sides[0].name}s of the layers differ in width: they cannot share codebooks")
         heads = [(side.layer, h) for side in sides for h in range(side.shape.heads)]
-        most = max(MOST_VECTORS, 2 * self.entries) // (len(heads) if self.pooled else 1)
+        most = VECTORS_PER_ENTRY * self.entries
+        most = most * POOLED // len(heads) if self.pooled else most
         found = [vectors.of(layer, sides[0].name == KEY, h, most) for layer, h in heads]
         return [torch.cat(found)] if self.pooled else found
 
