@@ -77,6 +77,7 @@ class Spread(Coarse):
         return {"step": np.float32(max(worst) / 100)}
 
     def bind(self, geometry: Any, profile: Profile | None) -> None:
+        super().bind(geometry, profile)
         assert profile is not None
         self.step = float(profile.tensors["quantize.step"])
 
