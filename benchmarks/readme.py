@@ -1,4 +1,4 @@
-"""Write the README's tables from benchmarks/results; with --check only say whether they are current.
+"""Write the tables of README and docs/quantizers.md from benchmarks/results; with --check only say if they are current.
 
 python benchmarks/readme.py [--check]
 """
@@ -13,19 +13,30 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+QUANTIZERS = ROOT / "docs" / "quantizers.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main() -> int:
     result = json.loads((RESULTS / "exact.json").read_text())
-    text = README.read_text()
     quality = json.loads((RESULTS / "bench.json").read_text())
-    fresh = _filled(_filled(text, "info", _info(result)), "results", _results(result))
-    fresh = _filled(fresh, "quality", _quality(quality))
+    study = json.loads((RESULTS / "quantizers.json").read_text())
+    tables = {
+        README: {"info": _info(result), "results": _results(result), "quality": _quality(quality)},
+        QUANTIZERS: {"study": _study(study)},
+    }
+    stale = []
+    for page, named in tables.items():
+        fresh = text = page.read_text()
+        for name, content in named.items():
+            fresh = _filled(fresh, name, content)
+        if fresh != text:
+            stale.append(page.name)
+            if "--check" not in sys.argv:
+                page.write_text(fresh)
     if "--check" in sys.argv:
-        print("current" if fresh == text else "the README's tables are not those of benchmarks/results: make readme")
-        return int(fresh != text)
-    README.write_text(fresh)
+        print(f"not those of benchmarks/results: the tables of {', '.join(stale)}" if stale else "current")
+        return int(bool(stale))
     return 0
 
 
@@ -106,12 +117,50 @@ def _quality(result: dict[str, Any]) -> str:
         )
     machine, windows = result["machine"], len(result["windows"])
     where = (
-        f"{windows} windows of {rows[0]['tokens']:,} + 384 tokens, one a document (encyclopedia, essays, documentation, "
+        f"{windows} windows of {rows[0]['tokens']:,} + 384 tokens, one a document (encyclopedia, essays, docs, "
         f"code), SmolLM2-135M-Instruct; {machine['cpu']}, {machine['cores']} cores, commit {machine['commit']}; from "
         "`benchmarks/results/bench.json`. `floor:empty` keeps only the first 4 and the last 32 tokens. What is worse "
         "than it compresses nothing. `fractal` needs a profile of the model, made once by `kvcellar calibrate`."
     )
     return "\n".join([where, "", *("| " + " | ".join(row) + " |" for row in table)])
+
+
+def _study(result: dict[str, Any]) -> str:
+    """The quantizer study beside what was published, and its differences with intervals."""
+    published = {row["config"]: row for row in result["published"]}
+    table = [
+        ("codebooks and stages", "line", "grid", "ring", "KL", "Δppl", "second half", "RCB", "published Δppl"),
+        ("---", *["---:"] * 8),
+    ]
+    for row in result["rows"]:
+        codes, known = row["payload_by_code"], published.get(row["recipe"])
+        table.append(
+            (
+                row["recipe"],
+                *(f"{codes[code]:,.0f}" for code in ("line", "grid", "ring")),
+                f"{row['kl']:.3g}",
+                f"{100 * row['dppl']:+.1f} %",
+                f"{100 * row['dppl_second_half']:+.1f} %",
+                "–" if row["rcb"] is None else f"{row['rcb']:.2f}",
+                f"{100 * known['dppl']:+.1f} %" if known else "",
+            )
+        )
+    floor, windows = result["floor"], len(result["windows"])
+    lines = [
+        f"{windows} windows of {result['rows'][0]['tokens']:,} + 384 tokens, SmolLM2-135M-Instruct, commit "
+        f"{result['machine']['commit']}; from `benchmarks/results/quantizers.json`, by `kvcellar bench quantizers`. "
+        f"Bytes that code a coarse token, its id included, in files of each code; ∅ has KL {floor['kl']:.3g} and "
+        f"Δppl {100 * floor['dppl']:+.1f} %.",
+        "",
+        *("| " + " | ".join(row) + " |" for row in table),
+        "",
+        "Differences in KL on the same windows, 95 % intervals over documents:",
+        "",
+    ]
+    for each in result["differences"]:
+        low, high = each["kl"]["ci"] or (float("nan"), float("nan"))
+        lines.append(f"- {each['better']} less {each['than']}: {each['kl']['value']:+.3g} [{low:+.3g}, {high:+.3g}]")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -193,11 +193,11 @@ def test_the_command_prints_rows_and_writes_what_made_them(model: Path, tmp_path
     for i in range(2):
         texts += ["--text", tmp_path / f"{i}.txt"]
         texts[-1].write_text(f"Text number {i} of the cellar. " * 12)  # type: ignore[attr-defined]
-    size = ("--prefix", PREFIX, "--continuation", CONTINUATION)
+    size = ("--prefix", PREFIX, "--continuation", CONTINUATION, "--recipes", "exact,turbo-2", "--layers")
     out, plot = tmp_path / "rows.json", tmp_path / "plot.png"
     outcome = run("bench", "--model", model, *texts, *size, "--json", "--out", out, "--plot", plot, "--peers", "zstd-3")
     assert outcome.code == 0, outcome
-    assert {row["recipe"] for row in outcome.json} == {"floor:empty", "exact", "peer:zstd-3"}
+    assert {row["recipe"] for row in outcome.json} == {"floor:empty", "exact", "turbo-2", "peer:zstd-3"}
     written = json.loads(out.read_text())
     assert written["rows"] == outcome.json
     assert len(written["texts"]) == 2
@@ -205,4 +205,5 @@ def test_the_command_prints_rows_and_writes_what_made_them(model: Path, tmp_path
     assert plot.read_bytes().startswith(b"\x89PNG")
     shown = run("bench", "--model", model, *texts, *size)
     assert "floor:empty" in shown.out
+    assert "share of energy lost" in shown.out
     assert run("bench", "--model", model, *texts, *size, "--recipes", "magic").code == 2

@@ -119,7 +119,7 @@ def test_appending_measures_what_grows(bench: Bench, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kvcellar.Archive, "append", slow_at_first)
     monkeypatch.setattr(speed, "REPEATS", 1)
     window = bench.windows[0]
-    cache = bench._original(window)
+    cache = bench.original(window)
     ids = list(window.ids)
     bench.local.model(torch.tensor([ids[window.prefix :]]), cache=cache, use_cache=True)
     spent = speed.append_s(bench.references.archive(window), bench.local, cache, ids)
@@ -193,7 +193,7 @@ def test_a_16_bit_model_computes_in_float32_and_holds_16_bits(tmp_path: Path, mo
     assert (local.model.dtype, local.cache_dtype) == (torch.float32, torch.bfloat16)
     made = Bench(local, small_windows(local.encode)[:1], quiet=True)
     made.prepare()
-    cache = made._original(made.windows[0])
+    cache = made.original(made.windows[0])
     assert cache.layers[0].keys.dtype == torch.bfloat16
     assert made.references.load(made.windows[0])["full"].dtype == torch.float32
     fp8 = made.peer("hf-fp8")[0]

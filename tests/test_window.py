@@ -29,7 +29,7 @@ WINDOW = Window(sinks=SINKS, recent=RECENT)
 RECIPES = {
     "predicted": lossy(window=WINDOW, block=BLOCK),
     "transformed": lossy(window=WINDOW, block=BLOCK, transform=TRANSFORM),
-    "from tokens": lossy(window=WINDOW, block=BLOCK, predict={"id": "test-tokens/1"}),
+    "from tokens": lossy(window=WINDOW, block=BLOCK, predict={"id": "test-earlier/1"}),
     "alone": lossy(window=WINDOW, block=BLOCK, predict=None),
     "no window": lossy(block=BLOCK),
 }

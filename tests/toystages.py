@@ -35,15 +35,26 @@ class FromShallower(stages.Predictor):
 
 
 class FromTokens(stages.Predictor):
-    """Each number is the token's id plus those of the three before and its position: what a block says of its tokens."""
+    """Each number is the token's id plus its position: needs what a block says of its tokens."""
 
     id = "test-tokens/1"
     layers_per_group = 1
 
+    def known(self, context: Context) -> np.ndarray:
+        return context.tokens % 100 + context.positions
+
     def predict(self, context: Context, like: list[Tensor]) -> list[Tensor]:
-        known = context.tokens % 100 + context.positions + (context.earlier % 7).sum(axis=1)
-        column = torch.from_numpy(known).float()[None, :, None]
+        column = torch.from_numpy(self.known(context)).float()[None, :, None]
         return [column.expand(t.shape) for t in like]
+
+
+class FromEarlier(FromTokens):
+    """The same plus the ids of the three tokens before, of which the first tokens of a block have none."""
+
+    id = "test-earlier/1"
+
+    def known(self, context: Context) -> np.ndarray:
+        return super().known(context) + (context.earlier % 7).sum(axis=1)
 
 
 class FromProfile(stages.Predictor):
@@ -131,6 +142,7 @@ class Integers(stages.SymbolCoder):
 for _kind, _stage in (
     ("predict", FromShallower),
     ("predict", FromTokens),
+    ("predict", FromEarlier),
     ("predict", FromProfile),
     ("transform", Doubled),
     ("quantize", Coarse),
