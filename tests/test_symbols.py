@@ -145,7 +145,9 @@ def test_parts_decode_together_as_they_do_alone() -> None:
         for tokens in (3, 20, 64)
     ]
     out = [[np.empty_like(array) for array in group] for group in arrays]
-    CODER.decode([memoryview(CODER.encode(group, range(1))) for group in arrays], out, [range(i, i + 1) for i in range(len(out))])
+    CODER.decode(
+        [memoryview(CODER.encode(group, range(1))) for group in arrays], out, [range(i, i + 1) for i in range(len(out))]
+    )
     for group, decoded in zip(arrays, out, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(group, decoded, strict=True))
 

@@ -81,7 +81,9 @@ class Doubled(stages.Transform):
     def __init__(self, *, layers_per_group: int = 2):
         self.layers_per_group = layers_per_group
 
-    def forward(self, residual: list[Tensor], layers: range, positions: Tensor) -> Tensor:
+    def forward(
+        self, residual: list[Tensor], layers: range, positions: Tensor, x: list[Tensor] | None = None
+    ) -> Tensor:
         return torch.cat([t.permute(1, 0, 2).flatten(1) for t in residual], dim=1).flip(1) * 2
 
     def inverse(self, coefficients: Tensor, like: list[Tensor], layers: range, positions: Tensor) -> list[Tensor]:

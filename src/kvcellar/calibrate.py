@@ -25,7 +25,7 @@ from .geometry import Geometry
 from .identity import Identity
 from .pipeline import Pipeline, Tokens
 from .profile import Profile, all_profiles
-from .recipe import Recipe, canonical_json
+from .recipe import PRESETS, Recipe, canonical_json
 from .stages import Grade, Stage, build
 
 ARITHMETIC = "float32/1"
@@ -99,21 +99,22 @@ class Calibration:
     def symbols(self, label: str, tokens: int) -> Iterator[tuple[range, int, np.ndarray]]:
         """What the stages before the symbol coder make of the first `tokens` tokens of the samples.
 
-        Arrays (T, C) of a sample's tokens but the sinks, with the layers of their group and their place among its
-        arrays, of which those of coarse tokens come before those of fine ones.
+        Arrays (T, C) of a sample's tokens but the sinks, with the layers of their group and a number that tells arrays
+        of a group apart: those of coarse tokens, of fine ones, and of coarse ones under presets that share the profile.
         """
         assert self.recipe is not None
-        recipe = replace(self.recipe, symbols={"id": "map/1"})
-        pipeline = Pipeline(recipe, self.geometry, Profile(dict(self.fitted), {}))
+        profile, recipes = Profile(dict(self.fitted), {}), [self.recipe, *_sharing(self.recipe)]
+        pipelines = [Pipeline(replace(each, symbols={"id": "map/1"}), self.geometry, profile) for each in recipes]
+        recipe, pipeline = self.recipe, pipelines[0]
         some = replace(self, samples=self.samples[: max(1, tokens // len(self.samples[0].tokens))])
         for ids, cache in some.caches(label):
             rows = slice(recipe.window.sinks if recipe.window else 0, None)
             all_tokens = Tokens.following(ids, 0).take(rows)
             layers = [kv.tokens(rows.start, kv.slots) for kv in cache.layers]
             fine, restored = pipeline.quantize(layers, all_tokens, Grade.FINE, restore=True)
-            coarse = pipeline.quantize(restored, all_tokens, Grade.COARSE)[0]
-            for group, of_coarse, of_fine in zip(pipeline.groups, coarse, fine, strict=True):
-                for which, array in enumerate([*of_coarse, *of_fine]):
+            coarse = [each.quantize(restored, all_tokens, Grade.COARSE)[0] for each in pipelines]
+            for group, *arrays in zip(pipeline.groups, coarse[0], fine, *coarse[1:], strict=True):
+                for which, array in enumerate(array for each in arrays for array in each):
                     yield group, which, array
 
     @property
@@ -177,6 +178,13 @@ def fit_profile(recipe: Recipe, calibration: Calibration) -> Profile:
         "arithmetic": ARITHMETIC,
     }
     return Profile(tensors, metadata)
+
+
+def _sharing(recipe: Recipe) -> list[Recipe]:
+    """The presets besides `recipe` that a profile for it serves, too."""
+    fitted = canonical_json(fingerprint_of_fit(recipe))
+    same = [each for each in PRESETS.values() if each != recipe and fitted_stages(each)]
+    return [each for each in same if canonical_json(fingerprint_of_fit(each)) == fitted]
 
 
 def find_fitted(recipe: Recipe, identity: Identity, geometry: Geometry) -> Profile | None:

@@ -29,7 +29,8 @@ from .profile import Profile
 from .quantize.bits import BitExact
 from .quantize.coefficients import Coefficients
 from .recipe import Recipe
-from .stages import LOOKBACK, Context, Grade, Place, Predictor, Quantizer, Residual, SymbolCoder, Transform, build
+from .residual import Place, Residual
+from .stages import LOOKBACK, Context, Grade, Predictor, Quantizer, SymbolCoder, Transform, build
 
 Arrays = list[np.ndarray]
 Layout = Sequence[tuple[int, type[np.generic]]]
@@ -205,10 +206,8 @@ class Pipeline:
 
     def buffers(self, groups: Sequence[int], count: int, grade: Grade) -> list[Arrays]:
         """Arrays for the symbols of `count` tokens of one grade, lossy recipes."""
-        return [
-            [np.empty((count, columns), dtype) for columns, dtype in self._layout(self.groups[group], grade)]
-            for group in groups
-        ]
+        layouts = [self._layout(self.groups[group], grade) for group in groups]
+        return [[np.empty((count, columns), dtype) for columns, dtype in layout] for layout in layouts]
 
     def decode(
         self, groups: Sequence[int], parts: Sequence[memoryview], tokens: Tokens, out: Mapping[int, LayerKV]

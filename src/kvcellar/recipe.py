@@ -160,7 +160,19 @@ FRACTAL = Recipe(
     symbols={"id": "map/1"},
     window=Window(4, 32),
 )
-PRESETS = {recipe.name: recipe for recipe in (EXACT, *TURBO, FRACTAL)}
+# What the decoder can foresee is subtracted, and the rest coded where later tokens would notice (docs/pipeline.md).
+CELLAR = tuple(
+    Recipe(
+        name=name,
+        predict={"id": "linear/1", "layers_per_group": 10},
+        transform={"id": "klt/1", "layers_per_group": 10},
+        quantize={"id": "deadzone/1", "step": step, "fine_step": 0.0005, "zone": 0.55, "keep": 0.0005},
+        symbols={"id": "adaptive/1"},
+        window=Window(4, 32),
+    )
+    for name, step in (("cellar", 0.011), ("cellar-fine", 0.003), ("cellar-small", 0.031))
+)
+PRESETS = {recipe.name: recipe for recipe in (EXACT, *TURBO, FRACTAL, *CELLAR)}
 
 
 def find_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:

@@ -89,7 +89,11 @@ class Rope(Transform):
         self.turns = [Turn(row[:count].tobytes(), int(layout)) for row, count, layout in rows]
 
     def forward(
-        self, residual: list[Tensor], layers: range, positions: Int[Tensor, " tokens"]
+        self,
+        residual: list[Tensor],
+        layers: range,
+        positions: Int[Tensor, " tokens"],
+        x: list[Tensor] | None = None,
     ) -> Float32[Tensor, "tokens coefficients"]:
         """All sides of the group, keys turned back, one row per token."""
         flat = torch.empty(len(positions), sum(t.shape[0] * t.shape[2] for t in residual))

@@ -5,8 +5,8 @@ packages (`installed`; docs/adding-a-stage.md says how to write one).
 
 The closed loop of a block walks its layer groups from shallow to deep (`pipeline.py`); for each it asks
 `Predictor` → `Transform` → `Quantizer` → `SymbolCoder`. The types forbid another order: predictors and transforms
-speak float tensors, quantizers turn floats into integers, symbol coders integers into bytes. `Residual` is the
-middle of the loop, x against its prediction: bit-exact (`quantize/bits.py`) or transform + quantizer.
+speak float tensors, quantizers turn floats into integers, symbol coders integers into bytes.
+`residual.py` is the middle of the loop, x against its prediction.
 
 A group's values are a list of tensors (H, T, D): keys and values of its layers in order, K before V.
 """
@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import InvalidInput, InvalidRecipe, KVCellarError
 
@@ -101,13 +101,16 @@ class Predictor(Stage, ABC):
 class Transform(Stage, ABC):
     """A linear map of a group's residual into coefficients, and back.
 
-    `layers` are the group's, `positions` int64 (T,) those of its tokens.
+    `layers` are the group's, `positions` int64 (T,) those of its tokens. What the encoder alone may look at, the group
+    itself, is `x`, for what goes with the coefficients; it is the residual where nothing is predicted.
     """
 
     layers_per_group: int = 1
 
     @abstractmethod
-    def forward(self, residual: list[Tensor], layers: range, positions: Tensor) -> Tensor:
+    def forward(
+        self, residual: list[Tensor], layers: range, positions: Tensor, x: list[Tensor] | None = None
+    ) -> Tensor:
         """Coefficients (T, C), float32."""
 
     @abstractmethod
@@ -161,28 +164,6 @@ class SymbolCoder(Stage, ABC):
         """
 
 
-class Place(NamedTuple):
-    """Where the loop is: a group's layers, its tokens' positions int64 (T,), their grade."""
-
-    layers: range
-    positions: Tensor
-    grade: Grade
-
-
-class Residual(ABC):
-    """The middle of the closed loop: x against its prediction p, as integers and back."""
-
-    lossless: ClassVar[bool]
-
-    @abstractmethod
-    def encode(self, x: list[Tensor], p: list[Tensor] | None, at: Place) -> list[np.ndarray]:
-        """Symbol arrays of a group."""
-
-    @abstractmethod
-    def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor], at: Place) -> None:
-        """Fill `out` from the symbols and the prediction."""
-
-
 KINDS: dict[str, type[Stage]] = {
     "predict": Predictor,
     "transform": Transform,
@@ -192,9 +173,13 @@ KINDS: dict[str, type[Stage]] = {
 ENTRY_POINTS = "kvcellar.stages"
 Factory = Callable[..., Any]
 _STAGES: dict[tuple[str, str], str | Factory] = {
+    ("predict", "linear/1"): "kvcellar.predict.linear:LinearPredictor",
+    ("transform", "klt/1"): "kvcellar.transform.klt:WeightedKLT",
     ("transform", "rope/1"): "kvcellar.rope:Rope",
+    ("quantize", "deadzone/1"): "kvcellar.quantize.deadzone:DeadZone",
     ("quantize", "turbo/1"): "kvcellar.quantize.turbo:TurboQuant",
     ("quantize", "rvq/1"): "kvcellar.quantize.rvq:ResidualVQ",
+    ("symbols", "adaptive/1"): "kvcellar.symbols.adaptive:AdaptiveCoder",
     ("symbols", "byteplanes-zstd/1"): "kvcellar.symbols.byteplanes:BytePlanes",
     ("symbols", "map/1"): "kvcellar.symbols.mapcoder:MapCoder",
 }

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import DamagedArchive
-from ..store.base import Reader
 from ..recipe import Recipe
+from ..store.base import Reader
 from .block import BlockHead
 from .format import (
     BLOCK,

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..stages import Place, Residual
+from ..residual import Place, Residual
 
 _SIGNED = {2: torch.int16, 4: torch.int32}
 _UNSIGNED = {2: np.uint16, 4: np.uint32}

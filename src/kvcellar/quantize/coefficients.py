@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedCache
-from ..stages import Place, Quantizer, Residual, Transform
+from ..residual import Place, Residual
+from ..stages import Quantizer, Transform
 
 
 class Coefficients(Residual):
@@ -24,7 +25,7 @@ class Coefficients(Residual):
         _require_finite(x, at)
         residual = [t.float() for t in x] if p is None else [a.float() - b for a, b in zip(x, p, strict=True)]
         transform = self.transform
-        flat = transform.forward(residual, at.layers, at.positions) if transform else flatten(residual)
+        flat = transform.forward(residual, at.layers, at.positions, x) if transform else flatten(residual)
         return self.quantizer.quantize(flat, at.layers, at.grade)
 
     def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor], at: Place) -> None:

@@ -1,0 +1,1 @@
+"""What decoder and encoder both foresee of a layer group."""

@@ -1,0 +1,136 @@
+"""One step for every coefficient, rounded towards zero a little: for a transform in which errors cost alike.
+
+q = sign(c)·⌊|c|/Δ + 1 − z⌋ with dead zone z: 0.5 rounds to nearest, more saves bits where most symbols are small.
+Restored is sign(q)·(|q| − s)·Δ for q ≠ 0: numbers of a cell crowd at its end towards zero. Coefficients whose
+calibrated variance is under `keep`·Δ² get no column; few are, since the transform makes those of some tokens a thousand
+times as large as most. The first `whole` coefficients are whole numbers (a token's exponent) and come in an array of
+their own, as they are. Fine tokens are coded with `fine_step`, rounded to nearest; what the transform leaves beside its
+coefficients comes in columns behind them and is coded of fine tokens alone, with `rest_step` in deviations.
+
+Source: uniform threshold quantization with a dead zone (Sullivan 1996). Tried on: CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from ..errors import DamagedArchive, InvalidRecipe, ProfileMismatch, ProfileMissing
+from ..geometry import Geometry
+from ..profile import Profile
+from ..stages import Grade, Quantizer
+
+LARGEST = 32767
+
+
+class DeadZone(Quantizer):
+    id = "deadzone/1"
+    needs_profile = True
+
+    def __init__(
+        self,
+        *,
+        step: float,
+        fine_step: float,
+        rest_step: float = 0.25,
+        zone: float = 0.55,
+        shift: float = 0.0,
+        keep: float = 0.002,
+        whole: int = 1,
+    ):
+        for name, number, least, most in (
+            ("step", step, 1e-9, 1e9),
+            ("fine_step", fine_step, 1e-9, 1e9),
+            ("rest_step", rest_step, 1e-9, 1e9),
+            ("zone", zone, 0.5, 1.0),
+            ("shift", shift, 0.0, 0.5),
+            ("keep", keep, 0.0, 1e9),
+        ):
+            if type(number) not in (int, float) or not least <= number <= most:
+                raise InvalidRecipe(f"{name} {number!r}; expected a number from {least} to {most}")
+        if type(whole) is not int or not 0 <= whole <= 16:
+            raise InvalidRecipe(f"whole {whole!r}; expected a whole number from 0 to 16")
+        self.steps = {Grade.COARSE: float(step), Grade.FINE: float(fine_step)}
+        self.rest_step, self.zone, self.shift = float(rest_step), float(zone), float(shift)
+        self.keep, self.whole = float(keep), whole
+
+    def bind(self, geometry: Geometry, profile: Profile | None) -> None:
+        """Needs `variance.{first layer}` (C,) of each group from the transform, and `spread` (P,) if it leaves a rest.
+
+        Raises ProfileMissing, ProfileMismatch.
+        """
+        if profile is None:
+            raise ProfileMissing(f"stage {self.id!r} needs a profile")
+        prefix = "transform.variance."
+        self.variances = {
+            int(name.removeprefix(prefix)): np.asarray(value, np.float64)
+            for name, value in profile.tensors.items()
+            if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()
+        }
+        if not self.variances:
+            raise ProfileMismatch("the profile has no transform.variance: it was made for another recipe")
+        self.rest = {
+            first: len(profile.tensors[f"transform.spread.{first}"])
+            for first in self.variances
+            if f"transform.spread.{first}" in profile.tensors
+        }
+        self.kept = {
+            (first, grade): np.flatnonzero(variance >= self.keep * step**2)
+            for first, variance in self.variances.items()
+            for grade, step in self.steps.items()
+        }
+
+    def layout(self, layers: range, grade: Grade) -> list[tuple[int, type[np.signedinteger]]]:
+        """The whole numbers, the coefficients that are kept, and of fine tokens the rest."""
+        found: list[tuple[int, type[np.signedinteger]]] = [(self.whole, np.int16)]
+        found.append((len(self._columns(layers, grade)), np.int16))
+        if grade is Grade.FINE and layers.start in self.rest:
+            found.append((self.rest[layers.start], np.int16))
+        return found
+
+    def quantize(
+        self, coefficients: Float32[Tensor, "tokens coefficients"], layers: range, grade: Grade
+    ) -> list[np.ndarray]:
+        x, columns = coefficients.numpy(), self._columns(layers, grade)
+        rest = self.whole + len(self.variances[layers.start])
+        whole = np.rint(x[:, : self.whole]).clip(-LARGEST, LARGEST).astype(np.int16)
+        fine = grade is Grade.FINE
+        found = [whole, _rounded(x[:, self.whole : rest][:, columns], self.steps[grade], 0.5 if fine else self.zone)]
+        if fine and layers.start in self.rest:
+            found.append(_rounded(x[:, rest:], self.rest_step, 0.5))
+        return found
+
+    def dequantize(
+        self, symbols: Sequence[np.ndarray], layers: range, grade: Grade
+    ) -> Float32[Tensor, "tokens coefficients"]:
+        for array in symbols:
+            if array.size and int(array.min()) < -LARGEST:
+                raise DamagedArchive("block part", f"symbol {int(array.min())}; at least {-LARGEST}")
+        whole, q = symbols[:2]
+        columns, step = self._columns(layers, grade), np.float32(self.steps[grade])
+        count = self.whole + len(self.variances[layers.start])
+        x = np.zeros((len(q), count + sum(array.shape[1] for array in symbols[2:])), np.float32)
+        x[:, : self.whole] = whole
+        shift = np.float32(self.shift if grade is Grade.COARSE else 0.0)
+        x[:, self.whole + columns] = (q - np.sign(q) * shift) * step
+        for array in symbols[2:]:
+            x[:, count:] = array * np.float32(self.rest_step)
+        return torch.from_numpy(x)
+
+    def _columns(self, layers: range, grade: Grade) -> np.ndarray:
+        if (layers.start, grade) not in self.kept:
+            raise ProfileMismatch(f"the profile has no transform.variance.{layers.start}")
+        return self.kept[layers.start, grade]
+
+
+def _rounded(x: np.ndarray, step: float, zone: float) -> np.ndarray:
+    """int16, from float32."""
+    with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest of float32 are clipped
+        scaled = np.nan_to_num(x / np.float32(step), nan=0.0)
+        size = np.floor(np.abs(scaled) + np.float32(1 - zone)).clip(0, LARGEST)
+    found: np.ndarray = np.copysign(size, scaled).astype(np.int16)
+    return found
