@@ -160,9 +160,7 @@ def test_fit_is_the_same_again_and_says_so_by_its_bytes() -> None:
     assert not np.array_equal(first["key.0"][0], first["key.0"][1])
 
 
-def test_recipes_of_fewer_stages_take_what_was_fitted_for_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_of_fewer_stages_take_what_was_fitted_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = ResidualVQ(**SMALL).fit(calibration(tmp_path), {})
     monkeypatch.setattr("kvcellar.quantize.rvq.fit_stage", None)
     fewer = ResidualVQ(**{**SMALL, "key_stages": 2}).fit(calibration(tmp_path), {})

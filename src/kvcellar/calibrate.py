@@ -97,7 +97,7 @@ class Calibration:
         return found
 
     def symbols(self, label: str, tokens: int) -> Iterator[tuple[range, int, np.ndarray]]:
-        """What the stages before the symbol coder make of the first `tokens` tokens of the samples.
+        """What the stages before the symbol coder make of about `tokens` tokens, from samples far apart.
 
         Arrays (T, C) of a sample's tokens but the sinks, with the layers of their group and a number that tells arrays
         of a group apart: those of coarse tokens, of fine ones, and of coarse ones under presets that share the profile.
@@ -106,7 +106,8 @@ class Calibration:
         profile, recipes = Profile(dict(self.fitted), {}), [self.recipe, *_sharing(self.recipe)]
         pipelines = [Pipeline(replace(each, symbols={"id": "map/1"}), self.geometry, profile) for each in recipes]
         recipe, pipeline = self.recipe, pipelines[0]
-        some = replace(self, samples=self.samples[: max(1, tokens // len(self.samples[0].tokens))])
+        count = max(1, tokens // len(self.samples[0].tokens))
+        some = replace(self, samples=self.samples[:: max(1, len(self.samples) // count)][:count])
         for ids, cache in some.caches(label):
             rows = slice(recipe.window.sinks if recipe.window else 0, None)
             all_tokens = Tokens.following(ids, 0).take(rows)

@@ -1,4 +1,4 @@
-"""The middle of the closed loop: exact (`quantize/bits.py`), or transform and quantizer (`quantize/coefficients.py`)."""
+"""The middle of the closed loop: exact (`quantize/bits.py`), or lossy (`quantize/coefficients.py`)."""
 
 from __future__ import annotations
 
