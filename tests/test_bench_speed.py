@@ -246,10 +246,11 @@ def test_the_floor_takes_nothing_but_zeros() -> None:
 
 
 def test_every_recipe_that_predicts_has_a_floor() -> None:
-    one, other = toystages.lossy(), toystages.exact()
+    one, same, other = toystages.lossy(), toystages.exact(), toystages.exact(block=64)
     assert _zero_floors([EXACT]) == []
     assert _zero_floors([EXACT, one]) == [(one, "floor:zero-residual")]
-    assert [name for _, name in _zero_floors([one, other])] == [
+    assert _zero_floors([one, same]) == [(one, "floor:zero-residual")]
+    assert [name for _, name in _zero_floors([one, same, other])] == [
         "floor:zero-residual:toy",
         "floor:zero-residual:toy exact",
     ]

@@ -137,10 +137,11 @@ def _chosen_recipes(given: str) -> list[Any]:
 
 
 def _zero_floors(chosen: list[Any]) -> list[tuple[Any, str]]:
-    """Recipes that predict, and what their floor with no residual is called."""
-    from ..bench.zero import FLOOR_ZERO_RESIDUAL
+    """Recipes that predict, one of those that predict alike, and what their floor with no residual is called."""
+    from ..bench.zero import FLOOR_ZERO_RESIDUAL, zero_residual
 
-    predicting = [recipe for recipe in chosen if recipe.predict is not None]
+    floors = {zero_residual(recipe).digest: recipe for recipe in reversed(chosen) if recipe.predict is not None}
+    predicting = [recipe for recipe in chosen if recipe in floors.values()]
     alone = len(predicting) == 1
     return [(recipe, FLOOR_ZERO_RESIDUAL + ("" if alone else f":{recipe.name}")) for recipe in predicting]
 
