@@ -35,7 +35,8 @@ bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/python benchmarks/million.py
 	$(BIN)/python benchmarks/maps.py
 	$(BIN)/python benchmarks/search.py
-	$(BIN)/kvcellar bench --tasks 2 --peers $(SAME_ENVIRONMENT) --out benchmarks/results/bench.json --plot docs/rate-quality.png
+	$(BIN)/kvcellar bench --recipes exact --tasks 2 --peers $(SAME_ENVIRONMENT) --out benchmarks/results/bench.json --plot docs/rate-quality.png
+	$(BIN)/kvcellar bench --windows 6 --recipes cellar,fractal,turbo-4,exact --out benchmarks/results/bench-lossy.json --plot docs/rate-quality-lossy.png
 	$(BIN)/kvcellar bench quantizers --out benchmarks/results/quantizers.json
 	$(BIN)/python benchmarks/readme.py
 
