@@ -79,12 +79,12 @@ def test_a_commit_and_an_index_anywhere(edge: int) -> None:
 def test_blocks_are_checked_against_far_bounds(edge: int) -> None:
     entries = np.array([(100, edge, 0, BLOCK, 1, 0), (100 + edge, 50, BLOCK, 3, 0, 0)], ENTRY)
     commit = Commit(1, 150 + edge, 0, 0, 0, BLOCK + 3, BLOCK + 3, 0, entries)
-    assert check_entries(entries, commit, 100, BLOCK) is entries
+    assert check_entries(entries, commit, 100, SMALL) is entries
     for field, value in (("length", edge + 51), ("offset", 151 + edge), ("offset", 99)):
         wrong = entries.copy()
         wrong[0][field] = value
         with pytest.raises(DamagedArchive, match="outside the file"):
-            check_entries(wrong, commit, 100, BLOCK)
+            check_entries(wrong, commit, 100, SMALL)
 
 
 @pytest.mark.parametrize("edge", EDGES)

@@ -91,7 +91,7 @@ def _encoded(pipeline: Pipeline, manifest: Manifest, window: FineWindow, cut: _C
         first_position=int(tokens.positions[0]),
         profile=bytes.fromhex(manifest.profile) if manifest.profile else None,
         held=_held(cut.new, manifest.geometry),
-        coarse=tokens.coarse,
+        coarse=tokens.coarse if len(tokens.fine) else None,
     )
     return NewBlock(head, parts)
 
