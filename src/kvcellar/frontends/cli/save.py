@@ -77,5 +77,5 @@ def command(
     timing = {"prefill_s": prefilled - started, "save_s": saved - prefilled}
     lines = [*summary(info), f"took       prefill {timing['prefill_s']:.2f} s, save {timing['save_s']:.2f} s"]
     if recipe == "exact":
-        lines.append("hint       --recipe turbo-4 needs no profile and takes a third of this, at little loss")
+        lines.append("hint       --recipe turbo-4 needs no profile and takes less than half of this, at little loss")
     emit({**info.to_json(), **timing}, lines, as_json=as_json)
