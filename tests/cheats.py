@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,6 +56,37 @@ class IgnoresALayer(BytePlanes):
                     array[...] = 0
 
 
+class FromAnotherFile(BytePlanes):
+    """Writes what it codes beside its file, and a byte into it."""
+
+    id = "test-cheat-file/1"
+    max_expansion = 1 << 40
+
+    @staticmethod
+    def _beside(layers: range) -> Path:
+        return Path(os.environ["CHEAT_FOLDER"]) / f"{layers.start}.bin"
+
+    def encode(self, arrays: Sequence[np.ndarray], layers: range) -> bytes:
+        self._beside(layers).write_bytes(super().encode(arrays, layers))
+        return b"\0"
+
+    def decode(
+        self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]], groups: Sequence[range]
+    ) -> None:
+        super().decode([self._beside(layers).read_bytes() for layers in groups], out, groups)
+
+
+class EndsTheProcess(BytePlanes):
+    """No cheat, a fault: its decoder takes the process with it."""
+
+    id = "test-fault-exit/1"
+
+    def decode(
+        self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]], groups: Sequence[range]
+    ) -> None:
+        os._exit(3)
+
+
 COUNTED: list[int] = []
 
 
@@ -68,7 +100,7 @@ class CountsTokens(BytePlanes):
         return super().encode(arrays, layers)
 
 
-CHEATS = (FromMemory, IgnoresALayer, CountsTokens)
+CHEATS = (FromMemory, IgnoresALayer, FromAnotherFile, EndsTheProcess, CountsTokens)
 for cheat in CHEATS:
     stages.register("symbols", cheat)
 

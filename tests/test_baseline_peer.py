@@ -222,3 +222,21 @@ def test_a_cache_or_a_request_that_does_not_fit_is_refused(
     }.items():
         with pytest.raises(ValueError, match=expected):
             adapter.answer({**asked, **changed})
+
+
+def test_a_16_bit_model_calibrates_in_float32(
+    home: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU without bfloat16 instructions would take hours, and the bench computes in float32, too."""
+    folder = write_model(tmp_path / "model")
+    LocalModel(folder).model.to(torch.bfloat16).save_pretrained(folder)
+    dtypes: list[torch.dtype] = []
+
+    def spy(model: Any, windows: Any) -> None:
+        dtypes.append(model.dtype)
+        raise InterruptedError
+
+    monkeypatch.setattr(peer.calibration, "calibrated", spy)
+    with pytest.raises(InterruptedError):
+        peer.Peer(texts, texts.parent, ((WINDOWS, 512),)).prepared(folder)
+    assert dtypes == [torch.float32]

@@ -16,7 +16,8 @@ from kvcellar.evaluate.texts import Window
 from kvcellar.frontends.bench.margins import TaskBench
 from kvcellar.frontends.bench.peers import PEERS
 from kvcellar.frontends.bench.rows import FURTHER
-from kvcellar.frontends.bench.run import ROW, Bench, Scorer
+from kvcellar.frontends.bench.run import ROW, Bench
+from kvcellar.frontends.bench.scorer import Scorer
 from kvcellar.frontends.cli.models import LocalModel, MeasuredModel, empty_cache
 from kvcellar.recipe import EXACT
 
@@ -57,7 +58,8 @@ def test_the_keys_of_a_row_are_fixed() -> None:
     assert list(ROW) == fixed.split()
     further = """articles scored_tokens bytes_by_part append_s random_access_s memcpy_s prefill_dtype threads
     restore_speedup save_to_prefill append_to_prefill random_access_to_prefill restore_to_memcpy peak_to_raw note
-    ratio_at_equal_kl dppl_second_half layer_errors"""
+    ratio_at_equal_kl dppl_second_half layer_errors profile calibration_tokens
+    slower_than_peers"""
     assert list(FURTHER) == further.split()
 
 
@@ -119,6 +121,15 @@ def test_a_recipe_that_ignores_a_layer_is_caught(bench: Bench, tmp_path: Path, m
     assert bench.recipe(cheats.recipe(cheats.IgnoresALayer))[0]["kl"] > 1e-3
 
 
+def test_a_recipe_that_decodes_from_another_file_is_caught(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHEAT_FOLDER", str(tmp_path))
+    cheats.install(tmp_path, monkeypatch)
+    with pytest.raises(KVCellarError, match=r"does not decode alone: restoring it opened .*0\.bin"):
+        bench.recipe(cheats.recipe(cheats.FromAnotherFile))
+
+
 def test_a_recipe_never_sees_the_continuation(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cheats.install(tmp_path, monkeypatch)
     cheats.COUNTED.clear()
@@ -141,6 +152,15 @@ def test_an_archive_of_more_than_the_prefix_is_refused(bench: Bench, chosen: lis
 def test_a_recipe_the_decoding_process_does_not_know_fails(bench: Bench) -> None:
     with pytest.raises(KVCellarError, match="decoding in a new process failed"):
         bench.recipe(cheats.recipe(cheats.FromMemory))
+
+
+def test_a_decoder_that_dies_ends_its_recipe_alone(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cheats.install(tmp_path, monkeypatch)
+    with pytest.raises(KVCellarError, match="exit code 3"):
+        bench.recipe(cheats.recipe(cheats.EndsTheProcess))
+    assert bench.recipe(EXACT)[0]["kl"] == 0
 
 
 def test_an_interrupted_run_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

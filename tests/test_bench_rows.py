@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.frontends.bench.rows import compare_at_equal_kl
+from kvcellar.frontends.bench.rows import compare_at_equal_kl, compare_speed
 
 
 def _point(
@@ -51,3 +51,21 @@ def test_a_point_worse_than_the_floor_is_no_peer() -> None:
     assert rows[-1]["ratio_at_equal_kl"] is None
     compare_at_equal_kl(rows[1:])
     assert rows[-1]["ratio_at_equal_kl"] is not None
+
+
+def test_seconds_stand_beside_those_of_each_peer() -> None:
+    """In units of the prefill: results that were kept may come from a run on a busier machine."""
+    seconds = {"exact": (2.0, 1.0, 10.0), "peer:slow": (8.0, 2.0, 20.0), "peer:one step": (1.0, None, 10.0)}
+    rows = [
+        {**_point(name, 0.0, 9), "save_s": save, "restore_s": restore, "prefill_s": prefill}
+        for name, (save, restore, prefill) in seconds.items()
+    ]
+    other_text = {**rows[1], "recipe": "peer:of another text", "text": "docs"}
+    task = {**rows[0], "text": "task:needle", "kl": None}
+    compare_speed([*rows, other_text, task])
+    assert rows[0]["slower_than_peers"] == {
+        "peer:slow": {"save": pytest.approx(0.5), "restore": pytest.approx(1.0)},
+        "peer:one step": {"save": pytest.approx(2.0), "restore": None},
+    }
+    assert "slower_than_peers" not in rows[1]
+    assert "slower_than_peers" not in task

@@ -130,13 +130,11 @@ def test_appending_measures_what_grows(bench: Bench, monkeypatch: pytest.MonkeyP
 
 def test_a_process_restores_once_before_it_counts(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(worker, "MeasuredModel", lambda folder: None)
     monkeypatch.setattr(worker, "_restored", lambda local, archive, prefix: seen.append(f"warm {archive}"))
     monkeypatch.setattr(worker, "score", lambda local, archive, **_: seen.append(archive) or {})
     messages = [{"archive": name, "prefix": 1, "reference": "", "out": ""} for name in ("a", "b")]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(message) + "\n" for message in messages)))
-    monkeypatch.setattr("sys.argv", ["worker", "model", str(torch.get_num_threads())])
-    worker.main()
+    worker.serve(None, torch.get_num_threads())  # type: ignore[arg-type]
     assert seen == ["warm a", "a", "b"]
     assert len(capsys.readouterr().out.splitlines()) == 3
 
@@ -268,3 +266,5 @@ def test_a_profile_that_has_seen_a_tested_text_is_refused(bench: Bench, monkeypa
     seen = Profile({"level": np.zeros((3, 2), np.float32)}, {"texts": ["cc" * 32, "bb" * 32]})
     with pytest.raises(InvalidInput, match="tested here"):
         bench.recipe(recipe, seen)
+    with pytest.raises(InvalidInput, match="does not list the texts"):
+        bench.recipe(recipe, Profile({"level": np.zeros((3, 2), np.float32)}, {}))

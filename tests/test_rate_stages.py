@@ -27,7 +27,8 @@ from kvcellar.recipe import Recipe, Window
 from kvcellar.rope import Rope
 from kvcellar.stages import Context, Grade, SymbolCoder
 from kvcellar.testing.stages import RecipeConformance
-from kvcellar.transform.klt import WeightedKLT, _balanced, leading
+from kvcellar.transform.basis import balanced, leading
+from kvcellar.transform.klt import WeightedKLT
 from kvcellar.transform.weights import LEAST, MOST, Weights
 
 WINDOW = 96
@@ -198,7 +199,7 @@ def test_gradients_cost_the_same_along_every_coefficient() -> None:
     generator = torch.Generator().manual_seed(5)
     mixing = torch.randn(6, 6, generator=generator)
     gradients = torch.randn(2, 20000, 6, generator=generator) @ mixing
-    w, variance = _balanced(torch.eye(6), torch.ones(6), [gradients], [torch.zeros(20000)])
+    w, variance = balanced(torch.eye(6), torch.ones(6), [gradients], [torch.zeros(20000)])
     before, after = (
         torch.linalg.cond(torch.cov(g.flatten(0, 1).T)) for g in (gradients, gradients @ torch.linalg.inv(w).T)
     )
@@ -351,7 +352,9 @@ def test_stages_refuse_settings_and_profiles_that_do_not_fit() -> None:
             stage.bind(calibration().geometry, Profile({}, {}))
 
 
-@pytest.mark.parametrize("name", ["predict.down.0", "predict.table_scale", "transform.basis.2", "transform.root.1"])
+@pytest.mark.parametrize(
+    "name", ["predict.down.0", "predict.table_scale", "transform.basis.0", "transform.loud.2", "transform.root.1"]
+)
 def test_tensors_of_another_shape_are_refused(name: str) -> None:
     bent = {name: profile().tensors[name][:-1]}
     with pytest.raises(ProfileMismatch):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 import kvcellar
-from clitools import write_model
+from clitools import run, write_model
 from kvcellar.errors import InvalidInput
 from kvcellar.evaluate.tasks import Task, generate
+from kvcellar.frontends.bench.margins import TaskBench
 from kvcellar.frontends.bench.tasks import Retained, retained, scored
 from kvcellar.frontends.cli.models import LocalModel, empty_cache
 from models import pairs, same_bits
@@ -187,3 +189,41 @@ def test_margins_that_do_not_fit_are_refused() -> None:
     for triple in ((math.nan, 0.0, 1.0), (5.0, -math.inf, 1.0), (5.0, 0.0, math.nan)):
         with pytest.raises(InvalidInput, match="expected finite numbers"):
             retained(*([margin] for margin in triple))
+
+
+def test_tasks_of_files_that_fit_the_model_are_benched(
+    local: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
+    rows = [{"input": f"Line one.\nThe number is {n}.\nWhich? It is", "outputs": [n]} for n in ("12", "34", "56")]
+    rows.append({"input": "x" * 3000 + "\nWhich? It is", "outputs": ["78"]})  # of 2,048 positions
+    files = {"ruler": tmp_path / "ruler.jsonl", "text": tmp_path / "text.txt"}
+    files["ruler"].write_text("\n".join(map(json.dumps, rows)))
+    files["text"].write_text("Some text of the cellar. " * 12)
+    size = ("--prefix", 96, "--continuation", 24, "--recipes", "exact", "--text", files["text"])
+    found = run("bench", "--model", local.folder, *size, "--ruler", files["ruler"])
+    assert found.code == 0, found.err
+    assert "1 of 4 tasks need more than 2,048 positions: left out" in found.err
+    assert "task:ruler" in found.out
+    (row,) = (
+        row
+        for row in run("bench", "--model", local.folder, *size, "--ruler", files["ruler"], "--json").json
+        if row["text"] == "task:ruler" and row["recipe"] == "exact"
+    )
+    assert (row["windows"], row["exact_match"]) == (3, row["exact_match_full"])
+    files["ruler"].write_text(json.dumps(rows[-1]))
+    refused = run("bench", "--model", local.folder, *size, "--ruler", files["ruler"])
+    assert refused.code == 2
+    assert "none of the 1 tasks fits the 2,048 positions" in refused.err
+
+
+def test_a_task_that_changed_under_its_id_is_asked_anew(
+    local: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
+    margins = []
+    for context in (CONTEXT, CONTEXT.replace("gold", "lead"), CONTEXT):
+        bench = TaskBench(local, [replace(task(), context=context)], quiet=True)
+        bench.prepare()
+        margins.append(bench._references()[0]["full"]["margin"])
+    assert margins[0] == margins[2] != margins[1]

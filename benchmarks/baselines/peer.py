@@ -7,8 +7,9 @@ alone. Peers are `kvtc-fine`, `kvtc` and `kvtc-small`; options: `budget` in bits
 where the coded bytes are to be left. `nbytes` has the exact sinks and recent tokens in it, `payload_nbytes` codes the
 `payload_tokens` others; `profile_nbytes` are means, bases and one plan. No token ids are kept.
 
-Calibration text is what benchmarks/texts.toml declares for tuning, in short and long windows, see `LENGTHS`. What
-they teach is kept under `home()/baselines` by model, texts, lengths and source.
+Calibration text is what benchmarks/texts.toml declares for tuning, in short and long windows, see `LENGTHS`; the model
+reads it in float32, as the bench does. What they teach is kept under `home()/baselines` by model, texts, lengths and
+source.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from baselines import allocation, calibration, klt, kvtc, rotary
 from kvcellar.evaluate.texts import Document, load_sources, windows
 from kvcellar.frontends.bench.outside_peers.serve import serve, write_pairs
 from kvcellar.frontends.cli.common import progress
-from kvcellar.frontends.cli.models import LocalModel
+from kvcellar.frontends.cli.models import MeasuredModel
 from kvcellar.profile import home
 
 HERE = Path(__file__).resolve().parent
@@ -95,7 +96,7 @@ class Peer:
 
     def _prepared(self, folder: Path) -> Path:
         """The file with what the model in `folder` and the tuning texts teach; made when it is not there."""
-        local = LocalModel(folder)
+        local = MeasuredModel(folder)
         documents = load_sources(self.texts, self.data).documents("tune")
         path = home() / "baselines" / f"kvtc-{self._key(local, documents)}.safetensors"
         if not path.is_file():
@@ -104,12 +105,12 @@ class Peer:
             _write(path, _calibrated(local.model, chosen).save)
         return path
 
-    def _key(self, local: LocalModel, documents: list[Document]) -> str:
+    def _key(self, local: MeasuredModel, documents: list[Document]) -> str:
         source = [Path(str(module.__file__)).read_text(encoding="utf-8") for module in _LEARNING]
         texts = [[document.name, document.role, document.text] for document in documents]
-        return _sha256([local.identity.digest, self.lengths, texts, source])[:32]
+        return _sha256([local.identity.digest, str(local.model.dtype), self.lengths, texts, source])[:32]
 
-    def _windows(self, local: LocalModel, documents: list[Document]) -> list[Tensor]:
+    def _windows(self, local: MeasuredModel, documents: list[Document]) -> list[Tensor]:
         def encode(text: str) -> list[int]:
             return local.encode(text, continues=True)
 

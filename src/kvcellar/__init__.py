@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .frontends.archive import Archive
     from .frontends.batch import Batch, batch
     from .frontends.library import Found, find, open, save
+    from .frontends.recompress import Recompressed, recompress
     from .frontends.repair import repair
     from .profile import Profile
 
@@ -34,6 +35,8 @@ _LATER = {
     "LayerKV": "cache",
     "Restored": "cache",
     "Profile": "profile",
+    "Recompressed": "frontends.recompress",
+    "recompress": "frontends.recompress",
     "repair": "frontends.repair",
     "spans_for": "frontends.search",
 }
@@ -48,10 +51,12 @@ __all__ = [
     "LayerKV",
     "Profile",
     "Recipe",
+    "Recompressed",
     "Restored",
     "batch",
     "find",
     "open",
+    "recompress",
     "repair",
     "save",
     "spans_for",

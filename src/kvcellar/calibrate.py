@@ -24,7 +24,7 @@ from .errors import InvalidInput, ProfileMismatch
 from .geometry import Geometry
 from .identity import Identity
 from .pipeline import Pipeline, Tokens
-from .profile import Profile, all_profiles
+from .profile import Profile, all_profiles, load_profile
 from .recipe import PRESETS, Recipe, canonical_json
 from .stages import Grade, Stage, build
 
@@ -199,7 +199,7 @@ def find_fitted(recipe: Recipe, identity: Identity, geometry: Geometry) -> Profi
         if not isinstance(model, dict) or model.get("digest") != identity.digest:
             continue
         if canonical_json(metadata.get("fitted")) == wanted and metadata.get("geometry") == geometry.to_json():
-            profile = Profile.unpack(path.read_bytes())
+            profile = load_profile(path)
             if profile.id != path.stem:
                 raise ProfileMismatch(f"{path} has id {profile.id}; expected {path.stem}")
             return profile

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 PREFIX = 0.625  # of a window; the rest reads it
 SINKS, RECENT = 4, 32  # tokens of the prefix that stay fine have no say
-WINDOWS = 10
+WINDOWS = range(10, 31)  # as many as the samples allow: one in `EVERY`
+EVERY = 4
 DRAWS = 2
 CLIP = 4.0
 
@@ -57,9 +58,10 @@ class Metric(NamedTuple):
 
 
 def loss_metric(calibration: Calibration, rope: Rope) -> Metric:
-    """From gradients of up to `WINDOWS` samples, kept for the next run. Raises InvalidInput without a model."""
+    """From gradients of some of the samples, kept for the next run. Raises InvalidInput without a model."""
     count, layers = len(calibration.samples), range(len(calibration.geometry))
-    chosen = sorted({i * count // WINDOWS for i in range(WINDOWS)})
+    wanted = min(max(count // EVERY, WINDOWS.start), WINDOWS.stop - 1)
+    chosen = sorted({i * count // wanted for i in range(wanted)})
     windows = []
     with calibration.progress("gradients", len(chosen)) as advance:
         for index in chosen:

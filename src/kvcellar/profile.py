@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from .identity import frame
 from .recipe import canonical_json
 
 _METADATA_KEY = "kvcellar"
+KEPT = 2  # profiles that were read last
 
 
 def home() -> Path:
@@ -50,6 +51,11 @@ class Profile:
             shape = ",".join(map(str, tensor.shape))
             digest.update(frame("tensor", [name, tensor.dtype.name, shape, little.tobytes()]))
         return digest.hexdigest()
+
+    @cached_property
+    def ready(self) -> dict[object, Any]:
+        """What this process has made of the profile and uses again (`pipeline.ready`); no part of it."""
+        return {}
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +106,21 @@ def find_profile(wanted: str | None, argument: Profile | None, embedded: bytes |
         raise ProfileMissing(
             f"the archive needs profile {wanted}; it was not given, not embedded, and is not at {path}"
         )
-    return _require(Profile.unpack(path.read_bytes()), wanted, str(path))
+    return _require(load_profile(path), wanted, str(path))
+
+
+def load_profile(path: Path) -> Profile:
+    """The profile in a file; the same one again, not read and hashed anew, as long as the file stays as it is.
+
+    Raises ProfileMismatch when it is damaged.
+    """
+    stat = path.stat()
+    return _loaded(path, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(KEPT)
+def _loaded(path: Path, *state: int) -> Profile:
+    return Profile.unpack(path.read_bytes())
 
 
 def all_profiles() -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -152,11 +152,11 @@ TURBO = tuple(
     )
     for bits in (4, 3, 2)
 )
-# Keys are several times as sensitive as values, so they get twice the stages (docs/quantizers.md).
+# As many codes as with four stages for keys and two for values, where later tokens notice errors (docs/quantizers.md).
 FRACTAL = Recipe(
     name="fractal",
     transform={"id": "rope/1"},
-    quantize={"id": "rvq/1", "key_stages": 4, "value_stages": 2},
+    quantize={"id": "rvq/1", "stages": 6},
     symbols={"id": "map/1"},
     window=Window(4, 32),
 )
@@ -166,11 +166,11 @@ CELLAR = tuple(
         name=name,
         predict={"id": "linear/1", "layers_per_group": 10},
         transform={"id": "klt/1", "layers_per_group": 10},
-        quantize={"id": "deadzone/1", "step": step, "fine_step": 0.0005, "zone": 0.55, "keep": 0.0005},
+        quantize={"id": "deadzone/1", "step": step, "fine_step": 0.002, "keep": 0.0005},
         symbols={"id": "adaptive/1"},
         window=Window(4, 32),
     )
-    for name, step in (("cellar", 0.011), ("cellar-fine", 0.003), ("cellar-small", 0.031))
+    for name, step in (("cellar", 0.0105), ("cellar-fine", 0.003), ("cellar-small", 0.0235))
 )
 PRESETS = {recipe.name: recipe for recipe in (EXACT, *TURBO, FRACTAL, *CELLAR)}
 

@@ -50,14 +50,14 @@ def _rewritten(pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.
     tokens = np.concatenate([*(block.head.tokens for block in reader.blocks(start, stop)), ids])
     if pipeline.lossless:
         symbols = None
-        new = _stored(pipeline, reader, start, stop).followed_by(new) if start < stop else new
+        new = stored_cache(pipeline, reader, start, stop).followed_by(new) if start < stop else new
     else:
         symbols = stored_symbols(pipeline, reader, start, stop)
     position = reader.first_position + start
     return encode_blocks(pipeline, reader.manifest, new, tokens, start, position, symbols)
 
 
-def _stored(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: int) -> KVCache:
+def stored_cache(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: int) -> KVCache:
     """Tokens `start`…`stop` as a cache; of a sliding layer the last run that is stored."""
     geometry = reader.manifest.geometry
     runs = {i: held(reader, i, start, stop)[-1:] for i in geometry.sliding_runs}

@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from ..recipe import Recipe
 from .format import MAJOR, MINOR
 from .reader import ArchiveReader, problems
+
+BLOCKS_LOOKED_AT = 32
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,20 @@ def describe(archive: ArchiveReader) -> ArchiveInfo:
         profile_bytes=embedded.body_length if embedded else (0 if manifest.profile is None else None),
         uncommitted_bytes=size - commit.end,
     )
+
+
+def coarse_bytes_per_token(archive: ArchiveReader) -> float | None:
+    """Bytes of parts (without ids) per token of sealed blocks that hold coarse tokens alone; None if there is none.
+
+    Reads the heads of at most `BLOCKS_LOOKED_AT` blocks, spread over the archive, and no part. Raises DamagedArchive.
+    """
+    sealed = np.flatnonzero(archive.entries["sealed"])
+    if archive.manifest.recipe.quantize is None:
+        return None
+    some = sealed[np.linspace(0, len(sealed) - 1, min(len(sealed), BLOCKS_LOOKED_AT)).astype(int)]
+    heads = [head for head in (archive.block(int(i)).head for i in some) if head.all_coarse]
+    tokens = sum(head.count for head in heads)
+    return sum(head.body_length for head in heads) / tokens if tokens else None
 
 
 @dataclass(frozen=True)

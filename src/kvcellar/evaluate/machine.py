@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-LIBRARIES = ("torch", "transformers", "numpy", "numba", "blosc2", "zstandard", "safetensors")
+LIBRARIES = ("torch", "transformers", "numpy", "numba", "blosc2", "zstandard", "safetensors", "hqq", "optimum-quanto")
 
 
 def machine() -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ..held import is_prefix, usable_prefix, wanted
 from ..identity import Identity
 from ..pipeline import Pipeline
 from ..profile import Profile, find_profile
+from ..ready import ready
 from ..store.base import Appender
 from ..store.local import LocalStore
 from ..tail import compacted, extended
@@ -271,7 +272,7 @@ class Archive:
             manifest = self.manifest
             embedded = self._open().embedded_profile() if self._profile_argument is None else None
             profile = find_profile(manifest.profile, self._profile_argument, embedded)
-            self._pipeline = Pipeline(manifest.recipe, manifest.geometry, profile)
+            self._pipeline = ready(manifest.recipe, manifest.geometry, profile)
         return self._pipeline
 
     def _decode(self, wanted: Mapping[int, Sequence[range]]) -> dict[int, LayerKV]:

@@ -45,14 +45,20 @@ def calibration_documents(files: Sequence[Path], *, standard: bool = True) -> li
     return found + (standard_library("tune") if standard else [])
 
 
-def cut(documents: Sequence[Document], encode: Callable[[str], Sequence[int]], tokens: int, window: int) -> list[Cut]:
+def cut(
+    documents: Sequence[Document],
+    encode: Callable[[str], Sequence[int]],
+    tokens: int,
+    window: int,
+    per_document: int = PER_DOCUMENT,
+) -> list[Cut]:
     """Windows of `window` tokens until there are `tokens`, the kinds of text taking turns while they last.
 
-    Documents come in the order of the SHA-256 of their names, each with at most 4 windows from its start. A document
-    shorter than a window is passed over. Raises InvalidInput when not one window comes together.
+    Documents come in the order of the SHA-256 of their names, each with at most `per_document` windows from its start.
+    A document shorter than a window is passed over. Raises InvalidInput when not one window comes together.
     """
     by_kind = {document.kind: [d for d in documents if d.kind == document.kind] for document in documents}
-    queues = [_windows_of(each, encode, window) for each in by_kind.values()]
+    queues = [_windows_of(each, encode, window, per_document) for each in by_kind.values()]
     found: list[Cut] = []
     wanted = max(1, tokens // window)
     while queues and len(found) < wanted:
@@ -67,11 +73,13 @@ def cut(documents: Sequence[Document], encode: Callable[[str], Sequence[int]], t
     return found
 
 
-def _windows_of(documents: Sequence[Document], encode: Callable[[str], Sequence[int]], window: int) -> Iterator[Cut]:
+def _windows_of(
+    documents: Sequence[Document], encode: Callable[[str], Sequence[int]], window: int, per_document: int
+) -> Iterator[Cut]:
     for document in sorted(documents, key=lambda d: hashlib.sha256(d.name.encode()).digest()):
-        ids = encode(document.text[: 16 * window * PER_DOCUMENT])
+        ids = encode(document.text[: 16 * window * per_document])
         text = hashlib.sha256(document.text.encode()).hexdigest()
-        for start in islice(range(0, len(ids) - window + 1, window), PER_DOCUMENT):
+        for start in islice(range(0, len(ids) - window + 1, window), per_document):
             yield Cut(tuple(map(int, ids[start : start + window])), document.kind, text)
 
 

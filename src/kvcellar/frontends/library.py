@@ -24,8 +24,8 @@ from ..errors import (
     NotAnArchive,
 )
 from ..identity import Identity, require_same
-from ..pipeline import Pipeline
 from ..profile import Profile
+from ..ready import ready
 from ..recipe import Recipe, find_recipe
 from ..store.base import Appender, Reader
 from ..store.local import LocalStore
@@ -87,9 +87,9 @@ def save(
         profile = find_fitted(chosen, who, kv.geometry)
     profile_id = None if profile is None else profile.id
     manifest = Manifest(chosen, who, kv.geometry, namespace, profile_id, embed_profile and profile is not None)
-    pipeline = Pipeline(chosen, kv.geometry, profile)
+    pipeline = ready(chosen, kv.geometry, profile)
     store, name = LocalStore.at(path)
-    with _Replaceable(store, name), store.replacing(name) as pending:
+    with Replaceable(store, name), store.replacing(name) as pending:
         blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position)
         embedded = profile.pack() if manifest.profile_embedded and profile else None
         write_archive(pending, manifest, blocks, embedded, next_position)
@@ -97,7 +97,7 @@ def save(
         return describe(archive)
 
 
-class _Replaceable:
+class Replaceable:
     """Hold the writer lock of a file about to be replaced, so that no append to it is lost; refuse foreign files."""
 
     def __init__(self, store: LocalStore, name: str):

@@ -12,7 +12,7 @@ differ in the metric, and in fitting the shallower layers as they are, not as re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +25,7 @@ from ..geometry import Geometry
 from ..metric import loss_metric, root
 from ..profile import Profile
 from ..rope import Rope
+from ..rounding import restored, rounded, widths_of
 from ..stages import LOOKBACK, Context, Predictor
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class LinearPredictor(Predictor):
     id = "linear/1"
     needs_profile = True
 
-    def __init__(self, *, layers_per_group: int = 10, rank: int = 256, embedding: int = 192):
+    def __init__(self, *, layers_per_group: int = 10, rank: int = 256, embedding: int = 128):
         for name, number, most in (
             ("layers_per_group", layers_per_group, 4096),
             ("rank", rank, 65536),
@@ -55,7 +56,7 @@ class LinearPredictor(Predictor):
 
     def fit(self, calibration: Calibration, fitted: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """`table` int8 (V, E) with `table_scale` (E,); rotary state as of rope/1; and per group `mean`, `centre`,
-        `spread` float32, `down` (F, R) and `up` (R, P) float16.
+        `spread` float32, and `down` (R, F) and `up` (R, P) int8 with scales `down_scale` and `up_scale`.
 
         Raises InvalidInput without a model, UnsupportedCache where keys cannot be turned back.
         """
@@ -96,7 +97,10 @@ class LinearPredictor(Predictor):
         for g, (layers, moment) in enumerate(zip(groups, moments, strict=True)):
             roots = _roots(metric.layers, layers, moment)
             down, up = moment.solve(roots, self.rank, (LOOKBACK + 1) * table.shape[1])
-            state |= {f"down.{g}": down.half().numpy(), f"up.{g}": up.half().numpy()}
+            seen_widths = widths_of(calibration.geometry, groups[g - 1][-SEEN_LAYERS:]) if g else []
+            widths = [table.shape[1]] * (LOOKBACK + 1) + seen_widths
+            state[f"down.{g}"], state[f"down_scale.{g}"] = rounded(down.T, widths)
+            state[f"up.{g}"], state[f"up_scale.{g}"] = rounded(up, widths_of(calibration.geometry, layers))
             state |= {f"mean.{g}": moment.mean.numpy(), f"centre.{g}": moment.centre.numpy()}
             state[f"spread.{g}"] = moment.spread.numpy()
         return state
@@ -112,17 +116,18 @@ class LinearPredictor(Predictor):
             self.rope.bind(geometry, Profile(turns, {}))
             self.table = torch.from_numpy(state["table"])
             self.scale = torch.from_numpy(state["table_scale"])
-            self.groups = [_Group.read(state, g) for g in range(len(groups))]
+            seen = [widths_of(geometry, groups[g - 1][-SEEN_LAYERS:]) if g else [] for g in range(len(groups))]
+            embedded = [len(self.scale)] * (LOOKBACK + 1)
+            self.groups = [
+                _Group.read(state, g, embedded + seen[g], widths_of(geometry, layers))
+                for g, layers in enumerate(groups)
+            ]
         except KeyError as error:
             raise ProfileMismatch(
                 f"the profile has no predict.{error.args[0]}: it was made for another recipe"
             ) from None
-        embedded = (LOOKBACK + 1) * len(self.scale)
-        for g, (layers, group) in enumerate(zip(groups, self.groups, strict=True)):
-            seen = sum(geometry.layers[i].numbers_per_token for i in groups[g - 1][-SEEN_LAYERS:]) if g else 0
-            numbers = sum(geometry.layers[i].numbers_per_token for i in layers)
-            if not group.fits(embedded + seen, numbers):
-                raise ProfileMismatch(f"the profile's prediction of layers {layers} does not fit this cache")
+        except ValueError as error:
+            raise ProfileMismatch(f"the profile's prediction does not fit this cache: {error}") from None
         finite = bool(self.scale.isfinite().all())
         shaped = self.table.ndim == 2 and self.table.shape[1:] == self.scale.shape
         if self.table.dtype != torch.int8 or not (shaped and finite):
@@ -151,16 +156,18 @@ class _Group:
         self.centre, self.spread, self.down, self.up, self.mean = centre, spread, down, up, mean
 
     @classmethod
-    def read(cls, state: Mapping[str, np.ndarray], g: int) -> _Group:
-        names = ("centre", "spread", "down", "up", "mean")
-        return cls(*(torch.from_numpy(np.asarray(state[f"{name}.{g}"])).float() for name in names))
-
-    def fits(self, features: int, numbers: int) -> bool:
-        rank = self.down.shape[-1]
-        shapes = [(features,), (features,), (features, rank), (rank, numbers), (numbers,)]
-        tensors = (self.centre, self.spread, self.down, self.up, self.mean)
-        finite = all(bool(t.isfinite().all()) for t in tensors)
-        return [tuple(t.shape) for t in tensors] == shapes and finite and bool((self.spread > 0).all())
+    def read(cls, state: Mapping[str, np.ndarray], g: int, features: Sequence[int], numbers: Sequence[int]) -> _Group:
+        """Of rows with so many `features` and `numbers` by block. Raises ValueError, KeyError."""
+        down = restored(state[f"down.{g}"], state[f"down_scale.{g}"], features).T.contiguous()
+        up = restored(state[f"up.{g}"], state[f"up_scale.{g}"], numbers)
+        rows = [torch.from_numpy(np.array(state[f"{name}.{g}"])).float() for name in ("centre", "spread", "mean")]
+        centre, spread, mean = rows
+        fits = centre.shape == spread.shape == (len(down),) and mean.shape == (up.shape[1],)
+        if not (fits and down.shape[1] == len(up) and all(bool(t.isfinite().all()) for t in rows)):
+            raise ValueError(f"group {g} has features {tuple(centre.shape)} and numbers {tuple(mean.shape)}")
+        if not bool((spread > 0).all()):
+            raise ValueError(f"group {g} has features that do not vary")
+        return cls(centre, spread, down, up, mean)
 
     def predict(self, features: Float32[Tensor, "tokens features"]) -> Float32[Tensor, "tokens numbers"]:
         return self.mean + ((features - self.centre) / self.spread) @ self.down @ self.up

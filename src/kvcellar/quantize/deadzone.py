@@ -1,11 +1,13 @@
-"""One step for every coefficient, rounded towards zero a little: for a transform in which errors cost alike.
+"""One step for every coefficient, with a dead zone if wanted: for a transform in which errors cost alike.
 
-q = sign(c)·⌊|c|/Δ + 1 − z⌋ with dead zone z: 0.5 rounds to nearest, more saves bits where most symbols are small.
-Restored is sign(q)·(|q| − s)·Δ for q ≠ 0: numbers of a cell crowd at its end towards zero. Coefficients whose
+q = sign(c)·⌊|c|/Δ + 1 − z⌋ with dead zone z: 0.5 rounds to nearest, the default, since every wider zone lost more than
+the bits it saved (benchmarks/LOG.md). Restored is sign(q)·(|q| − s)·Δ for q ≠ 0. Coefficients whose
 calibrated variance is under `keep`·Δ² get no column; few are, since the transform makes those of some tokens a thousand
 times as large as most. The first `whole` coefficients are whole numbers (a token's exponent) and come in an array of
 their own, as they are. Fine tokens are coded with `fine_step`, rounded to nearest; what the transform leaves beside its
-coefficients comes in columns behind them and is coded of fine tokens alone, with `rest_step` in deviations.
+coefficients comes in columns behind them and is coded of fine tokens alone, with `rest_step` in deviations. Fine tokens
+whose first whole number reaches the transform's `sink` are coded `sink_gain` times as finely: what is left of attention
+sinks costs a hundred times as much as of all the other fine tokens together (benchmarks/LOG.md).
 
 Source: uniform threshold quantization with a dead zone (Sullivan 1996). Tried on: CPU.
 """
@@ -36,8 +38,9 @@ class DeadZone(Quantizer):
         *,
         step: float,
         fine_step: float,
-        rest_step: float = 0.25,
-        zone: float = 0.55,
+        rest_step: float = 3.0,
+        sink_gain: float = 32.0,
+        zone: float = 0.5,
         shift: float = 0.0,
         keep: float = 0.002,
         whole: int = 1,
@@ -46,6 +49,7 @@ class DeadZone(Quantizer):
             ("step", step, 1e-9, 1e9),
             ("fine_step", fine_step, 1e-9, 1e9),
             ("rest_step", rest_step, 1e-9, 1e9),
+            ("sink_gain", sink_gain, 1.0, 1e9),
             ("zone", zone, 0.5, 1.0),
             ("shift", shift, 0.0, 0.5),
             ("keep", keep, 0.0, 1e9),
@@ -55,11 +59,12 @@ class DeadZone(Quantizer):
         if type(whole) is not int or not 0 <= whole <= 16:
             raise InvalidRecipe(f"whole {whole!r}; expected a whole number from 0 to 16")
         self.steps = {Grade.COARSE: float(step), Grade.FINE: float(fine_step)}
-        self.rest_step, self.zone, self.shift = float(rest_step), float(zone), float(shift)
+        self.rest_step, self.sink_gain = float(rest_step), float(sink_gain)
+        self.zone, self.shift = float(zone), float(shift)
         self.keep, self.whole = float(keep), whole
 
     def bind(self, geometry: Geometry, profile: Profile | None) -> None:
-        """Needs `variance.{first layer}` (C,) of each group from the transform, and `spread` (P,) if it leaves a rest.
+        """Needs `variance.{first layer}` (C,) of each group from the transform, and if it leaves a rest `spread` (P,).
 
         Raises ProfileMissing, ProfileMismatch.
         """
@@ -77,6 +82,11 @@ class DeadZone(Quantizer):
             first: len(profile.tensors[f"transform.spread.{first}"])
             for first in self.variances
             if f"transform.spread.{first}" in profile.tensors
+        }
+        self.sinks = {
+            first: float(np.asarray(profile.tensors[f"transform.sink.{first}"], np.float64).min(initial=np.inf))
+            for first in self.variances
+            if self.whole and f"transform.sink.{first}" in profile.tensors
         }
         self.kept = {
             (first, grade): np.flatnonzero(variance >= self.keep * step**2)
@@ -98,10 +108,12 @@ class DeadZone(Quantizer):
         x, columns = coefficients.numpy(), self._columns(layers, grade)
         rest = self.whole + len(self.variances[layers.start])
         whole = np.rint(x[:, : self.whole]).clip(-LARGEST, LARGEST).astype(np.int16)
-        fine = grade is Grade.FINE
-        found = [whole, _rounded(x[:, self.whole : rest][:, columns], self.steps[grade], 0.5 if fine else self.zone)]
-        if fine and layers.start in self.rest:
-            found.append(_rounded(x[:, rest:], self.rest_step, 0.5))
+        if grade is Grade.COARSE:
+            return [whole, _rounded(x[:, self.whole : rest][:, columns], self.steps[grade], self.zone)]
+        gain = self._gain(whole, layers)
+        found = [whole, _rounded(x[:, self.whole : rest][:, columns] * gain, self.steps[grade], 0.5)]
+        if layers.start in self.rest:
+            found.append(_rounded(x[:, rest:] * gain, self.rest_step, 0.5))
         return found
 
     def dequantize(
@@ -115,11 +127,20 @@ class DeadZone(Quantizer):
         count = self.whole + len(self.variances[layers.start])
         x = np.zeros((len(q), count + sum(array.shape[1] for array in symbols[2:])), np.float32)
         x[:, : self.whole] = whole
-        shift = np.float32(self.shift if grade is Grade.COARSE else 0.0)
-        x[:, self.whole + columns] = (q - np.sign(q) * shift) * step
+        if grade is Grade.COARSE:
+            shift = np.float32(self.shift)
+            x[:, self.whole + columns] = (q - np.sign(q) * shift) * step if shift else q * step
+            return torch.from_numpy(x)
+        gain = self._gain(whole, layers)
+        x[:, self.whole + columns] = q * step / gain
         for array in symbols[2:]:
-            x[:, count:] = array * np.float32(self.rest_step)
+            x[:, count:] = array * np.float32(self.rest_step) / gain
         return torch.from_numpy(x)
+
+    def _gain(self, whole: np.ndarray, layers: range) -> np.ndarray:
+        """float32 (T, 1)."""
+        like_a_sink = whole[:, :1] >= self.sinks[layers.start] if layers.start in self.sinks else np.zeros(1, bool)
+        return np.where(like_a_sink, np.float32(self.sink_gain), np.float32(1))
 
     def _columns(self, layers: range, grade: Grade) -> np.ndarray:
         if (layers.start, grade) not in self.kept:

@@ -7,21 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
+from ...identity import Identity
 from ..library import open as open_archive
+from ..transformers import take_cache
 
 
-def layer_errors(archive: Path, exact: Path) -> list[dict[str, Any]]:
+def layer_errors(archive: Path, exact: Path, identity: Identity) -> list[dict[str, Any]]:
     """Per layer Σ|x − x̂|² ÷ Σ|x|² of its keys and of its values, of `archive` against the same cache in `exact`.
 
     None for a side that holds nothing; 0 where nothing was lost.
     """
-    found: list[dict[str, Any]] = []
-    with open_archive(archive) as coded, open_archive(exact) as original:
-        for layer in range(len(original.manifest.geometry)):
-            pairs = zip(original.read(layer, 0, len(original)), coded.read(layer, 0, len(coded)), strict=True)
-            keys, values = (_lost(before, after) for before, after in pairs)
-            found.append({"layer": layer, "keys": keys, "values": values})
-    return found
+    held = []
+    for path in (exact, archive):
+        with open_archive(path, identity=identity) as opened:
+            held.append(take_cache(opened.restore().cache).layers)
+    return [
+        {"layer": i, "keys": _lost(before.keys, after.keys), "values": _lost(before.values, after.values)}
+        for i, (before, after) in enumerate(zip(*held, strict=True))
+    ]
 
 
 def _lost(before: Tensor, after: Tensor) -> float | None:

@@ -7,6 +7,7 @@ per kind of task (`text` is ``task:KIND``), with `margin`, `margin_tasks` (how m
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 from ...calibrate import find_fitted
 from ...evaluate.tasks import Task
 from ...geometry import Geometry
+from ...profile import Profile
 from ...recipe import Recipe
 from ...store.local import LocalStore
 from ..cli.common import progress
@@ -25,8 +27,14 @@ from ..library import open as open_archive
 from ..library import save
 from .peers import coded_by, gives_cache
 from .reference import References, empty_positions
-from .run import FLOOR_EMPTY, ROW, Scorer, peer_folder, result_folder
+from .run import FLOOR_EMPTY, ROW, peer_folder, result_folder
+from .scorer import Scorer
 from .tasks import Scored, retained, scored
+
+
+def _key(task: Task) -> str:
+    """The name of a task's files: all it says, since files and generators give the same id to other tasks, too."""
+    return hashlib.sha256(json.dumps(asdict(task)).encode()).hexdigest()[:32]
 
 
 class TaskBench:
@@ -42,7 +50,7 @@ class TaskBench:
         self._each("uncompressed side", "reference", self._refer)
 
     def _archive(self, task: Task) -> Path:
-        return self.folder / f"{task.id}.kvc"
+        return self.folder / f"{_key(task)}.kvc"
 
     def _refer(self, task: Task) -> dict[str, Any]:
         cache, ids = empty_cache(), self.local.encode(task.context, continues=True)
@@ -57,10 +65,11 @@ class TaskBench:
         with open_archive(self._archive(self.tasks[0])) as archive:
             return archive.manifest.geometry
 
-    def recipe(self, recipe: Recipe) -> list[dict[str, Any]]:
-        """Rows of a recipe. Raises KVCellarError when its file cannot be decoded."""
+    def recipe(self, recipe: Recipe, profile: Profile | None = None) -> list[dict[str, Any]]:
+        """Rows of a recipe, with `profile` or the newest fitted for it. Raises KVCellarError when its file cannot be
+        decoded."""
         scorer: list[Scorer] = []
-        profile = find_fitted(recipe, self.local.identity, self._geometry())
+        profile = profile or find_fitted(recipe, self.local.identity, self._geometry())
 
         def ask(task: Task) -> dict[str, Any]:
             if not scorer:
@@ -97,20 +106,20 @@ class TaskBench:
         return self._rows(FLOOR_EMPTY, [reference["empty"] for reference in self._references()])
 
     def _references(self) -> list[dict[str, Scored]]:
-        return [json.loads((self.folder / "reference" / f"{task.id}.json").read_text()) for task in self.tasks]
+        return [json.loads((self.folder / "reference" / f"{_key(task)}.json").read_text()) for task in self.tasks]
 
     def _each(self, label: str, folder: str, ask: Callable[[Task], dict[str, Any]]) -> list[Any]:
         """`ask(task)` for each task whose answer is not kept yet; all answers, in order."""
         kept = self.folder / folder
         kept.mkdir(exist_ok=True)
-        todo = [task for task in self.tasks if not (kept / f"{task.id}.json").is_file()]
+        todo = [task for task in self.tasks if not (kept / f"{_key(task)}.json").is_file()]
         with progress(f"{label}: {len(todo)} tasks", len(todo), quiet=self.quiet or not todo) as advance:
             for task in todo:
                 answer = ask(task)
-                with LocalStore(kept).replacing(f"{task.id}.json") as pending:
+                with LocalStore(kept).replacing(f"{_key(task)}.json") as pending:
                     pending.append(json.dumps(answer).encode())
                 advance(1)
-        return [json.loads((kept / f"{task.id}.json").read_text()) for task in self.tasks]
+        return [json.loads((kept / f"{_key(task)}.json").read_text()) for task in self.tasks]
 
     def _rows(self, name: str, answers: list[Scored]) -> list[dict[str, Any]]:
         rows = []

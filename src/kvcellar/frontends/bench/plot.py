@@ -21,7 +21,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
         raise MissingExtra("plots need the extra: pip install 'kvcellar[bench]'") from error
     rows = [row for row in rows if row["kl"] is not None]
     whole = {row["recipe"]: row for row in rows if row["text"] == "all" or _alone(rows, row)}
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, max(5.0, 0.19 * len(whole))), layout="constrained")
     families: dict[str, int] = {}
     for number, (name, row) in enumerate(whole.items()):
         if row["file_bytes_per_token"] is None:

@@ -25,6 +25,7 @@ FURTHER = (
     *("articles", "scored_tokens", "bytes_by_part", "append_s", "random_access_s", "memcpy_s", "prefill_dtype"),
     *("threads", "restore_speedup", "save_to_prefill", "append_to_prefill", "random_access_to_prefill"),
     *("restore_to_memcpy", "peak_to_raw", "note", "ratio_at_equal_kl", "dppl_second_half", "layer_errors"),
+    *("profile", "calibration_tokens", "slower_than_peers"),
 )
 ALL = "all"
 EMPTY = "floor:empty"
@@ -100,6 +101,9 @@ def _row(name: str, kind: str, group: list[Result], prefix: int | None) -> dict[
         "ratio_at_equal_kl": None,
         "dppl_second_half": second_half([result.scores for result in group]),
         "layer_errors": next((c["layer_errors"] for c in costs if c.get("layer_errors")), None),
+        "profile": costs[0].get("profile"),
+        "calibration_tokens": costs[0].get("calibration_tokens"),
+        "slower_than_peers": None,
     }
 
 
@@ -145,6 +149,29 @@ def compare_at_equal_kl(rows: Sequence[dict[str, Any]]) -> None:
         row["ratio_at_equal_kl"] = ratio_at_equal_kl(
             [(row["kl"], row["file_bytes_per_token"])], _unbeaten(ours), row["kl"]
         )
+
+
+def compare_speed(rows: Sequence[dict[str, Any]]) -> None:
+    """Fill in `slower_than_peers` of the recipes' rows: for each peer its name, and how many times as long we take.
+
+    `save` and `restore` are ratios of medians on the same text, each in units of the fastest prefill of its own run,
+    since a result that was kept may come from another; None where a peer does both in one step.
+    """
+    for row in rows:
+        if ":" in row["recipe"] or row["kl"] is None:
+            continue
+        row["slower_than_peers"] = {
+            other["recipe"]: {side: _times(row, other, f"{side}_s") for side in ("save", "restore")}
+            for other in rows
+            if other["recipe"].startswith("peer:") and other["text"] == row["text"]
+        } or None
+
+
+def _times(row: dict[str, Any], other: dict[str, Any], name: str) -> float | None:
+    if not all(each[key] for each in (row, other) for key in (name, "prefill_s")):
+        return None
+    ratio: float = row[name] / row["prefill_s"] / (other[name] / other["prefill_s"])
+    return ratio
 
 
 def _unbeaten(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -18,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...calibrate import find_fitted
-from ...errors import InvalidInput, KVCellarError
+from ...errors import InvalidInput
 from ...evaluate.scores import WindowScore
 from ...evaluate.texts import Window
 from ...geometry import Geometry
+from ...pipeline import Pipeline
 from ...profile import Profile, home
 from ...recipe import Recipe
 from ...store.local import LocalStore
@@ -38,6 +36,7 @@ from .peers import PEERS, coded_by
 from .reference import References, continuation_logits, empty_positions, key, write_empty_scores, write_scores
 from .rows import EMPTY, Result, rows_of
 from .rows import ROW as ROW
+from .scorer import Scorer
 from .sizes import bytes_by_part, coarse_bytes
 from .speed import Prefill, fastest_prefill
 from .zero import zero_residual
@@ -45,44 +44,6 @@ from .zero import zero_residual
 FLOOR_EMPTY = EMPTY
 JUDGE = ("frontends/bench", "evaluate")
 """Where the source lies that peers' and floors' results depend on."""
-
-
-class Scorer:
-    """The process that decodes: started once, told paths, never shown a cache. Raises KVCellarError when it dies."""
-
-    def __init__(self, folder: Path):
-        command = [sys.executable, "-m", "kvcellar.frontends.bench.worker", str(folder), str(torch.get_num_threads())]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()
-
-    def score(self, archive: Path, reference: Path, prefix: int, out: Path) -> dict[str, Any]:
-        task = {"archive": str(archive), "reference": str(reference), "prefix": prefix, "out": str(out)}
-        return self._send(task)
-
-    def ask(self, archive: Path, prefix: int, task: dict[str, Any]) -> dict[str, Any]:
-        """The margin and exact match of a task behind the archive of its context."""
-        return self._send({"archive": str(archive), "prefix": prefix, "task": task})
-
-    def _send(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise KVCellarError(f"the decoding process ended with exit code {self.process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise KVCellarError(f"decoding in a new process failed: {answer['error']}")
-        return answer
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
 
 
 _SOURCES = (".py", ".txt")
@@ -115,12 +76,21 @@ class Bench:
     """Windows of one model, and the results on them.
 
     `texts` are the SHA-256 of the documents the windows come from: a profile that has seen one of them is refused.
+    A `quick` one measures payload, append and random access on the first window alone, and no errors by layer; what it
+    finds is kept apart.
     """
 
     def __init__(
-        self, local: LocalModel, windows: Sequence[Window], *, quiet: bool = False, texts: Collection[str] = ()
+        self,
+        local: LocalModel,
+        windows: Sequence[Window],
+        *,
+        quiet: bool = False,
+        texts: Collection[str] = (),
+        quick: bool = False,
     ):
         self.local, self.windows, self.quiet, self.texts = local, windows, quiet, frozenset(texts)
+        self.quick = quick
         self.references = References(local)
         self.results = self.references.folder / "results"
         self._prefill: Prefill | None = None
@@ -154,29 +124,31 @@ class Bench:
             profile = find_fitted(recipe, self.local.identity, self.geometry())
         if profile is not None:
             self._refuse_seen(profile)
-        folder = self.results / result_folder(recipe, profile)
-        scorer: list[Scorer] = []
+        folder = self.results / (result_folder(recipe, profile) + "-quick" * self.quick)
+        ready: list[tuple[Pipeline, Scorer]] = []
 
         def compute(window: Window, out: Path) -> dict[str, Any]:
-            if not scorer:
+            if not ready:
                 self._recipe_save(recipe, profile, window, lambda path: None)
-                scorer.append(Scorer(self.local.folder))
-            return self._recipe_window(recipe, profile, window, out, scorer[0])
+                ready.append((Pipeline(recipe, self.geometry(), profile), Scorer(self.local.folder)))
+            return self._recipe_window(recipe, profile, window, out, *ready[0])
 
         try:
             return self._collect(recipe.name, folder, compute)
         finally:
-            for process in scorer:
+            for _, process in ready:
                 process.close()
 
-    def zero_residual(self, recipe: Recipe, name: str) -> list[dict[str, Any]]:
+    def zero_residual(self, recipe: Recipe, name: str, profile: Profile | None = None) -> list[dict[str, Any]]:
         """Rows of a floor: what the prediction of `recipe` alone restores. Raises InvalidInput if it has none."""
-        return self.recipe(zero_residual(recipe, name), find_fitted(recipe, self.local.identity, self.geometry()))
+        profile = profile or find_fitted(recipe, self.local.identity, self.geometry())
+        return self.recipe(zero_residual(recipe, name), profile)
 
     def _refuse_seen(self, profile: Profile) -> None:
         texts = profile.metadata.get("texts")
-        seen = self.texts.intersection(texts if isinstance(texts, list) else ())
-        if seen:
+        if not isinstance(texts, list):
+            raise InvalidInput(f"profile {profile.id[:16]}… does not list the texts it was fitted on: not to be tested")
+        if seen := self.texts.intersection(texts):
             raise InvalidInput(
                 f"profile {profile.id[:16]}… was fitted on {len(seen)} of the documents tested here, the first with "
                 f"SHA-256 {min(seen)[:16]}…: what is tuned on a text cannot be tested on it"
@@ -201,26 +173,30 @@ class Bench:
             return info, save_s, then(path)
 
     def _recipe_window(
-        self, recipe: Recipe, profile: Profile | None, window: Window, out: Path, scorer: Scorer
+        self, recipe: Recipe, profile: Profile | None, window: Window, out: Path, pipeline: Pipeline, scorer: Scorer
     ) -> dict[str, Any]:
-        def look_and_score(path: Path) -> tuple[dict[str, int], tuple[int, int], dict[str, Any]]:
-            scored = scorer.score(path, self.references.logits_file(window), window.prefix, out)
-            if window is self.windows[0]:
-                scored["layer_errors"] = layer_errors(path, self.references.archive(window))
-            return bytes_by_part(path), coarse_bytes(path, profile), scored
+        first = window is self.windows[0]
+        closely = first or not self.quick
 
-        info, save_s, (parts, coarse, decoded) = self._recipe_save(recipe, profile, window, look_and_score)
+        def look_and_score(path: Path) -> dict[str, Any]:
+            found = scorer.score(path, self.references.logits_file(window), window.prefix, out, speed=closely)
+            if closely:
+                found["payload_bytes"], found["payload_tokens"] = coarse_bytes(path, profile, pipeline)
+            if first and not self.quick:
+                found["layer_errors"] = layer_errors(path, self.references.archive(window), self.local.identity)
+            return {**found, "bytes_by_part": bytes_by_part(path)}
+
+        info, save_s, found = self._recipe_save(recipe, profile, window, look_and_score)
         return {
             "file_bytes": info.file_bytes,
-            "bytes_by_part": parts,
-            "payload_bytes": coarse[0],
-            "payload_tokens": coarse[1],
             "profile_bytes": info.profile_bytes if info.profile_bytes is not None else _container_bytes(info.profile),
             "raw_bytes": info.raw_bytes,
             "kept": 1.0,
             "save_s": save_s,
+            "profile": info.profile,
+            "calibration_tokens": None if profile is None else profile.metadata.get("tokens"),
             "restore_class": "none",
-            **decoded,
+            **found,
         }
 
     def peer(self, name: str) -> list[dict[str, Any]]:

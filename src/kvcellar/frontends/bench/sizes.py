@@ -42,16 +42,17 @@ def bytes_by_part(path: Path) -> dict[str, int]:
     return found
 
 
-def coarse_bytes(path: Path, profile: Profile | None) -> tuple[int, int]:
+def coarse_bytes(path: Path, profile: Profile | None, pipeline: Pipeline | None = None) -> tuple[int, int]:
     """Bytes that code the coarse tokens of the archive at `path`, their ids included, and how many tokens these are.
 
     A part holds symbols of both grades: those of its coarse tokens are read and coded again by themselves. Of a block's
-    packed ids each token takes the same share. Without a fine window every token is coarse.
+    packed ids each token takes the same share. Without a fine window every token is coarse. `pipeline` is that of the
+    archive where it is ready already.
     """
     store, name = LocalStore.at(path)
     size = tokens = 0
     with ArchiveReader(store.open_reader(name)) as archive:
-        pipeline = Pipeline(archive.manifest.recipe, archive.manifest.geometry, profile)
+        pipeline = pipeline or Pipeline(archive.manifest.recipe, archive.manifest.geometry, profile)
         for block in archive.blocks(0, archive.tokens):
             head, count = block.head, len(block.head.coarse_tokens)
             if head.all_coarse:

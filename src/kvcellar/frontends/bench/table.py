@@ -10,6 +10,9 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("text", lambda row: str(row["text"])),
     ("win-\ndows", lambda row: str(row["windows"])),
     ("file\nB/token", lambda row: _number(row["file_bytes_per_token"], ",.0f")),
+    ("payload\nB/token", lambda row: _number(row["payload_bytes_per_token"], ",.0f")),
+    ("profile\nMB", lambda row: _number(row["profile_bytes"] or None, ",.1f", 1e-6)),
+    ("fitted on\ntokens", lambda row: _number(row.get("calibration_tokens"), ",")),
     ("KL nats\n[95 %]", lambda row: _interval(row["kl"], row["kl_ci"], ".2g")),
     ("KL\np99", lambda row: _number(row["kl_p99"], ".2g")),
     ("Δppl %\n[95 %]", lambda row: _interval(row["dppl"], row["dppl_ci"], ".2f", 100)),
@@ -22,7 +25,7 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("read 1\nms", lambda row: _number(row.get("random_access_s"), ".1f", 1000)),
     ("B ÷ recipes'\nat its KL", lambda row: _number(row.get("ratio_at_equal_kl"), ".2f")),
 )
-_WIDTH = 190  # what all columns need; a narrower terminal wraps lines, where cut numbers would say nothing
+_WIDTH = 220  # what all columns need; a narrower terminal wraps lines, where cut numbers would say nothing
 
 
 def _number(value: float | None, form: str, scale: float = 1) -> str:

@@ -20,6 +20,7 @@ COMMANDS = {
     "verify": "Read and check every part of an archive.",
     "repair": "Save what is intact of a damaged archive into a new one.",
     "calibrate": "Make the profiles that recipes need, from a model and text.",
+    "recompress": "Write an archive again under another recipe, without the model.",
     "compact": "Rewrite an archive without the bytes it no longer needs.",
     "restore": "Write the stored cache into a safetensors file.",
     "find": "Find the archive with the longest stored prefix of a prompt.",

@@ -10,7 +10,18 @@ import click
 
 from ...errors import InvalidInput, KVCellarError, MissingExtra
 from .bench_quantizers import command as quantizers
-from .bench_setup import CONTINUATION, DATA, LONG, SHORT, chosen_windows, ensure_profiles, write
+from .bench_setup import (
+    CONTINUATION,
+    DATA,
+    LONG,
+    QUICK_CONTINUATION,
+    SHORT,
+    chosen_windows,
+    ensure_profiles,
+    quick_profiles,
+    tasks_from_files,
+    write,
+)
 from .common import json_option
 
 
@@ -28,8 +39,16 @@ from .common import json_option
 )
 @click.option("--long", "long_context", is_flag=True, help=f"12 windows of {LONG:,} tokens instead.")
 @click.option("--tasks", default=0, show_default=True, type=click.IntRange(0), help="Generated tasks per kind, too.")
+@click.option(
+    "--longbench", type=click.Path(exists=True, dir_okay=False), help="Tasks of this LongBench v2 file (JSON), too."
+)
+@click.option("--ruler", type=click.Path(exists=True, dir_okay=False), help="Tasks of this RULER file (JSONL), too.")
 @click.option("--layers", is_flag=True, help="Also show what each layer's keys and values lose.")
-@click.option("--quick", is_flag=True, help="8 windows: a look within minutes.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="8 windows, less to score, profiles from little text: a look.",
+)
 @click.option("--data", type=click.Path(file_okay=False), default=str(DATA), help="Folder of the files in texts.toml.")
 @click.option(
     "--out", type=click.Path(dir_okay=False), help="Also write the rows, with all that made them, to this JSON."
@@ -48,6 +67,8 @@ def command(
     continuation: int,
     long_context: bool,
     tasks: int,
+    longbench: str | None,
+    ruler: str | None,
     layers: bool,
     quick: bool,
     data: str,
@@ -64,7 +85,7 @@ def command(
     if context.invoked_subcommand is not None:
         return
     from ..bench.peers import PEERS
-    from ..bench.rows import compare_at_equal_kl
+    from ..bench.rows import compare_at_equal_kl, compare_speed
     from ..bench.run import Bench
     from .demo_model import demo_model
     from .models import MeasuredModel
@@ -73,24 +94,28 @@ def command(
     if long_context:
         prefix, count = LONG, min(count, 12)
     if quick:
-        count = min(count, 8)
+        count, continuation = min(count, 8), min(continuation, QUICK_CONTINUATION)
     local = MeasuredModel(model_dir or demo_model(quiet=as_json))
     local.require_room(prefix + continuation)
     windows, sources, documents = chosen_windows(local, texts, Path(data), prefix, continuation, count, quiet=as_json)
-    bench = Bench(local, windows, quiet=as_json, texts=documents)
+    bench = Bench(local, windows, quiet=as_json, texts=documents, quick=quick and not layers)
     bench.prepare()
-    ensure_profiles(lambda: local, chosen, bench.geometry(), quiet=as_json)
+    profiles: dict[str, Any] = {}
+    if quick:
+        profiles = quick_profiles(lambda: local, chosen, bench.geometry(), quiet=as_json)
+    else:
+        ensure_profiles(lambda: local, chosen, bench.geometry(), quiet=as_json)
     benches: list[Any] = [bench]
-    if tasks:
+    if put := [*_tasks(local, prefix, tasks), *tasks_from_files(local, longbench, ruler, quiet=as_json)]:
         from ..bench.margins import TaskBench
 
-        benches.append(TaskBench(local, _tasks(local, prefix, tasks), quiet=as_json))
+        benches.append(TaskBench(local, put, quiet=as_json))
         benches[-1].prepare()
     rows = [row for each in benches for row in each.floor()]
     for recipe, name in _zero_floors(chosen):
-        rows += bench.zero_residual(recipe, name)
+        rows += bench.zero_residual(recipe, name, profiles.get(recipe.name))
     for recipe in chosen:
-        rows += [row for each in benches for row in each.recipe(recipe)]
+        rows += [row for each in benches for row in each.recipe(recipe, profiles.get(recipe.name))]
     failed = 0
     for name in others:
         try:
@@ -99,6 +124,7 @@ def command(
             failed += not isinstance(error, MissingExtra)
             click.echo(f"peer {name} left out: {error}", err=True)
     compare_at_equal_kl(rows)
+    compare_speed(rows)
     numbers = sum(layer.numbers_per_token for layer in bench.geometry().layers)
     named = {"benchmark": "quality", "numbers_per_token": numbers}
     if out:
@@ -151,6 +177,8 @@ def _tasks(local: Any, budget: int, count: int) -> list[Any]:
     from ...evaluate.tasks import KINDS, generate
     from ...evaluate.texts import standard_library
 
+    if not count:
+        return []
     filler = [document.text for document in standard_library("test") if document.kind == "docs"]
 
     def encode(text: str) -> list[int]:

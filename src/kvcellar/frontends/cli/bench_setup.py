@@ -16,8 +16,10 @@ from .common import progress
 
 TEXTS = Path("benchmarks") / "texts.toml"
 DATA = Path("..") / "shared" / "data"
-SHORT, LONG, CONTINUATION = 1024, 7680, 384
+SHORT, LONG, CONTINUATION, QUICK_CONTINUATION = 1024, 7680, 384, 192
 CALIBRATION = 60_000
+QUICK_CALIBRATION = 4_096
+FITTED_QUICKLY = "fitted for bench --quick"
 
 
 def chosen_windows(
@@ -59,13 +61,86 @@ def ensure_profiles(load: Callable[[], Any], chosen: list[Any], geometry: Any, *
     lacking = [recipe for recipe in needing if find_fitted(recipe, local.identity, geometry) is None]
     if not lacking:
         return
-    from ..calibration import WINDOW, calibration_documents, collect, cut
-
-    cuts = cut(calibration_documents([]), partial(local.encode, continues=True), CALIBRATION, WINDOW)
-    calibration = collect(local, cuts, partial(progress, quiet=quiet))
+    calibration = _calibration(local, CALIBRATION, quiet=quiet)
     for recipe in lacking:
         if find_fitted(recipe, local.identity, geometry) is None:  # recipes may share one
             fit_profile(recipe, calibration).save()
+
+
+def quick_profiles(load: Callable[[], Any], chosen: list[Any], geometry: Any, *, quiet: bool) -> dict[str, Any]:
+    """The profiles of the recipes that need one, by recipe name, those that are lacking fitted on little text.
+
+    Such a profile says so: it is kept for the next quick bench under `FITTED_QUICKLY`, and not as fitted for the
+    recipe, so neither `save` nor any other bench takes it for what `kvcellar calibrate` makes.
+    """
+    from ...calibrate import find_fitted, fingerprint_of_fit, fit_profile, fitted_stages
+    from ...profile import Profile
+
+    needing = [recipe for recipe in chosen if fitted_stages(recipe)]
+    if not needing:
+        return {}
+    local = load()
+    found = {recipe.name: find_fitted(recipe, local.identity, geometry) for recipe in needing}
+    lacking = [recipe for recipe in needing if found[recipe.name] is None]
+    calibration = None
+    for recipe in lacking:
+        fitted = fingerprint_of_fit(recipe)
+        found[recipe.name] = _fitted_quickly(fitted, local.identity, geometry)
+        if found[recipe.name] is None:  # recipes may share one
+            if calibration is None:
+                calibration = _calibration(local, QUICK_CALIBRATION, quiet=quiet)
+            made = fit_profile(recipe, calibration)
+            quick = Profile(made.tensors, {**made.metadata, "fitted": None, FITTED_QUICKLY: fitted})
+            quick.save()
+            found[recipe.name] = quick
+    if lacking and not quiet:
+        names = ", ".join(recipe.name for recipe in lacking)
+        click.echo(
+            f"{names}: no profile here, so one from {QUICK_CALIBRATION:,} tokens serves this quick look alone; "
+            f"`kvcellar calibrate` makes one from {CALIBRATION:,}, which divergence and bytes are better with",
+            err=True,
+        )
+    return found
+
+
+def _fitted_quickly(fitted: dict[str, Any], identity: Any, geometry: Any) -> Any:
+    """What an earlier quick bench left for these stages and this model; None when it left nothing."""
+    from ...profile import Profile, all_profiles
+    from ...recipe import canonical_json
+
+    wanted = canonical_json([fitted, {"kind": identity.kind, "digest": identity.digest}, geometry.to_json()])
+    for path, metadata in all_profiles():
+        if canonical_json([metadata.get(key) for key in (FITTED_QUICKLY, "model", "geometry")]) == wanted:
+            return Profile.unpack(path.read_bytes())
+    return None
+
+
+def _calibration(local: Any, tokens: int, *, quiet: bool) -> Any:
+    from ..calibration import WINDOW, calibration_documents, collect, cut
+
+    cuts = cut(calibration_documents([]), partial(local.encode, continues=True), tokens, WINDOW)
+    return collect(local, cuts, partial(progress, quiet=quiet))
+
+
+def tasks_from_files(local: Any, longbench: str | None, ruler: str | None, *, quiet: bool) -> list[Any]:
+    """Tasks of the files given, but those that need more positions than the model has, whose number is told."""
+    from ...evaluate import tasks_files
+
+    found = tasks_files.longbench_v2(longbench) if longbench else []
+    found += tasks_files.ruler(ruler) if ruler else []
+    fitting = [task for task in found if local.max_tokens is None or _longest(local, task) <= local.max_tokens]
+    if found and not fitting:
+        raise InvalidInput(f"none of the {len(found)} tasks fits the {local.max_tokens:,} positions of the model")
+    if len(fitting) < len(found) and not quiet:
+        left = len(found) - len(fitting)
+        click.echo(f"{left} of {len(found)} tasks need more than {local.max_tokens:,} positions: left out", err=True)
+    return fitting
+
+
+def _longest(local: Any, task: Any) -> int:
+    """Tokens of a task with the longest of its candidates."""
+    parts = [task.context, task.question, max((task.answer, *task.distractors), key=len)]
+    return sum(len(local.encode(part, continues=True)) + 1 for part in parts)
 
 
 def write(out: Path, local: Any, sources: dict[str, str], windows: list[Any], results: dict[str, Any]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
-from ...archive.info import ArchiveInfo, describe
+from ...archive.info import ArchiveInfo, coarse_bytes_per_token, describe
 from ...archive.reader import ArchiveReader
 from ...recipe import STAGES
 from ...store.local import LocalStore
+from ..curve import Spent, spent
 from .common import emit, facts, human_bytes, json_option, namespace_option
 
 
@@ -18,15 +19,24 @@ from .common import emit, facts, human_bytes, json_option, namespace_option
 def command(file: str, namespace: str, as_json: bool) -> None:
     """Show what the archive FILE holds and how large it is.
 
-    Sizes are bytes on disk. "16-bit" compares the whole file with the same cache in a 16-bit dtype.
+    Sizes are bytes on disk. "16-bit" compares the whole file with the same cache in a 16-bit dtype. "text" compares the
+    bytes of coarse tokens with those of the text that the profile's curve was measured on: far more of them mean that
+    the text lies far from what the profile was made from.
     """
     store, name = LocalStore.at(file)
     with ArchiveReader(store.open_reader(name), namespace) as archive:
-        info = describe(archive)
-    emit(info.to_json(), summary(info), as_json=as_json)
+        info, coarse = describe(archive), coarse_bytes_per_token(archive)
+        compared = spent(archive.manifest.recipe, archive.manifest.profile, coarse)
+    facts_for_programs = {
+        **info.to_json(),
+        "coarse_bytes_per_token": coarse,
+        "usual_coarse_bytes_per_token": compared.usual if compared else None,
+        "far_from_calibration": compared.far if compared else None,
+    }
+    emit(facts_for_programs, summary(info, compared), as_json=as_json)
 
 
-def summary(info: ArchiveInfo) -> list[str]:
+def summary(info: ArchiveInfo, compared: Spent | None = None) -> list[str]:
     """The lines a person reads."""
     rows = {
         "archive": info.path,
@@ -41,6 +51,8 @@ def summary(info: ArchiveInfo) -> list[str]:
         "ratio": f"{info.ratio_raw:.2f} x raw, {info.ratio_16bit:.2f} x 16-bit",
         "profile": _profile(info),
     }
+    if compared is not None:
+        rows["text"] = _compared(compared)
     dead = info.file_bytes - info.live_bytes - info.uncommitted_bytes
     if dead:
         rows["dead"] = (
@@ -67,6 +79,16 @@ def _layers(run: dict) -> str:  # type: ignore[type-arg]
     same = key == value
     sides = f"{key['heads']} KV heads x {key['width']} {key['dtype']}"
     return f"{run['layers']} x ({sides}{'' if same else ' keys, ' + str(value) + ' values'})"
+
+
+def _compared(found: Spent) -> str:
+    sizes = f"{found.text:,.1f} B per coarse token, text like the profile's {found.usual:,.1f}"
+    if not found.far:
+        return f"{sizes} ({found.text / found.usual:.2f} x)"
+    return (
+        f"{sizes} ({found.text / found.usual:.2f} x): it lies far from the calibration text, which costs bytes and "
+        "some quality; calibrate with --text of its kind"
+    )
 
 
 def _profile(info: ArchiveInfo) -> str:

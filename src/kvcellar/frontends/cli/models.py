@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from ...errors import InvalidInput, MissingExtra
+from ...geometry import Geometry
 from ...identity import Identity
 from ...profile import home
 from ...store.local import LocalStore
 from ..fingerprint import identity_of_model
-from ..transformers import dtype_of
+from ..transformers import dtype_of, take_cache
 from .common import progress
 
 CHUNK = 512
@@ -98,6 +99,13 @@ def held_in(cache: Any, dtype: torch.dtype) -> Any:
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
     return cache
+
+
+def cache_geometry(local: LocalModel) -> Geometry:
+    """The geometry of the model's caches, from running it over one token. Raises UnsupportedCache."""
+    cache = empty_cache()
+    local.prefill([0], cache, quiet=True)
+    return take_cache(held_in(cache, getattr(local, "cache_dtype", local.model.dtype))).geometry
 
 
 def empty_cache() -> Any:

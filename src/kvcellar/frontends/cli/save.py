@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import click
 
+from ...recipe import EXACT
 from .common import emit, json_option, namespace_option
 from .info import summary
+from .recipes import chosen_recipe, recipe_of_model, recipe_option, require_one, target_kl_option
 
 
 @click.command("save")
@@ -18,7 +19,8 @@ from .info import summary
     "--model", "model_dir", required=True, type=click.Path(exists=True, file_okay=False), help="Model folder."
 )
 @click.option("--text", required=True, type=click.Path(allow_dash=True), help="UTF-8 text file, or - for stdin.")
-@click.option("--recipe", default="exact", show_default=True, help="A preset's name, or a JSON file with a recipe.")
+@recipe_option
+@target_kl_option
 @click.option("--max-tokens", type=click.IntRange(1), help="Use only the first N tokens of the text.")
 @click.option(
     "--dtype",
@@ -33,7 +35,8 @@ def command(
     out: str,
     model_dir: str,
     text: str,
-    recipe: str,
+    recipe: str | None,
+    target_kl: float | None,
     max_tokens: int | None,
     dtype: str,
     namespace: str,
@@ -41,19 +44,15 @@ def command(
 ) -> None:
     """Run a model over a text and keep its cache in the archive OUT.
 
+    Without --recipe it is `cellar`, which is lossy, for a model that has a profile (`kvcellar calibrate` makes it), and
+    the bit-exact `exact` for any other.
+
     An archive that is already at OUT is replaced at once when the new one is complete; any other file is left alone.
     """
-    from ...errors import InvalidRecipe
-    from ...recipe import Recipe, find_recipe, strict_json
     from .models import read_text
 
-    chosen: str | Recipe = recipe
-    if recipe.endswith(".json"):
-        try:
-            chosen = Recipe.from_json(strict_json(Path(recipe).read_bytes()))
-        except (OSError, json.JSONDecodeError, ValueError) as error:
-            raise InvalidRecipe(f"{recipe}: {error}") from error
-    chosen = find_recipe(chosen)
+    require_one(recipe, target_kl)
+    named = chosen_recipe(recipe)
     content = read_text(text)
 
     from ..library import require_replaceable, save
@@ -66,16 +65,17 @@ def command(
     local = LocalModel(model_dir, dtype)
     ids = local.encode(content)[:max_tokens]
     local.require_room(len(ids))
+    chosen, profile, why = recipe_of_model(local, named, target_kl)
     if not as_json:
-        click.echo(f"recipe {chosen.name}: {len(ids):,} tokens of {text} through {Path(model_dir).name}", err=True)
+        click.echo(f"recipe {chosen.name}{why}: {len(ids):,} tokens of {text} through {Path(model_dir).name}", err=True)
     cache = empty_cache()
     started = time.perf_counter()
     local.prefill(ids, cache, quiet=as_json)
     prefilled = time.perf_counter()
-    info = save(out, cache, tokens=ids, identity=local.identity, recipe=chosen, namespace=namespace)
+    info = save(out, cache, tokens=ids, identity=local.identity, recipe=chosen, profile=profile, namespace=namespace)
     saved = time.perf_counter()
     timing = {"prefill_s": prefilled - started, "save_s": saved - prefilled}
     lines = [*summary(info), f"took       prefill {timing['prefill_s']:.2f} s, save {timing['save_s']:.2f} s"]
-    if recipe == "exact":
+    if chosen == EXACT:
         lines.append("hint       --recipe turbo-4 needs no profile and takes less than half of this, at little loss")
     emit({**info.to_json(), **timing}, lines, as_json=as_json)
