@@ -134,15 +134,16 @@ def _ties(quantizer: Any, x: np.ndarray, mine: np.ndarray, other: np.ndarray, la
     """Of each vector whose codes differ: how far from the middle between the first two entries that do, in their
     distance."""
     for side in quantizer._sides(layers):
-        rows = quantizer.books[quantizer._name(side)].rows.astype(np.float64)
-        for head in range(side.shape.heads):
-            first = side.code_column + head * side.stages
-            codes = [each[:, first : first + side.stages] for each in (mine, other)]
+        books, start = quantizer.books[quantizer._name(side)], side.code_column
+        for head, stages in enumerate(side.counts):
+            rows = books.entries[books.first[head] :][:stages].astype(np.float64)
+            codes = [each[:, start : start + stages] for each in (mine, other)]
+            start += stages
             for t in np.flatnonzero((codes[0] != codes[1]).any(axis=1)):
                 stage = int(np.flatnonzero(codes[0][t] != codes[1][t])[0])
                 at = side.column + head * side.shape.width
-                rest = x[t, at : at + side.shape.width] - sum(rows[head, s, codes[0][t, s]] for s in range(stage))
-                a, b = (rows[head, stage, each[t, stage]] for each in codes)
+                rest = x[t, at : at + side.shape.width] - sum(rows[s, codes[0][t, s]] for s in range(stage))
+                a, b = (rows[stage, each[t, stage]] for each in codes)
                 yield abs(float((rest - (a + b) / 2) @ (a - b) / ((a - b) @ (a - b))))
 
 

@@ -285,14 +285,14 @@ def test_kernels_do_what_the_plain_form_says(x: Tensor) -> None:
     back = coder.dequantize([codes], ONE, Grade.COARSE).numpy()
     for head in range(2):
         columns = slice(8 * head, 8 * head + 8)
-        expected, total = plain(x[:, columns].numpy(), coder.books["key.0"].rows[head])
+        expected, total = plain(x[:, columns].numpy(), coder.books["key.0"].entries[3 * head : 3 * head + 3])
         same = (codes[:, 3 * head : 3 * head + 3] == expected).all(1)
         assert same.mean() > 0.98, "others are as near to two entries"
         np.testing.assert_allclose(back[same, columns], total[same], rtol=1e-4, atol=1e-4)
 
 
 def test_a_beam_comes_closer_and_is_best_when_it_holds_all(x: Tensor) -> None:
-    books = fitted(entries=4, key_stages=2).books["key.0"].rows[1].astype(np.float64)
+    books = fitted(entries=4, key_stages=2).books["key.0"].entries[2:].astype(np.float64)
     every = (books[0][:, None] + books[1][None]).reshape(16, 8)
     best = ((x[:, None, 8:16].numpy() - every) ** 2).sum(2).min(1).sum()
     found = [

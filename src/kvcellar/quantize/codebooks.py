@@ -90,9 +90,14 @@ def fit_stage(
     rest: Float32[Tensor, "vectors width"], entries: int, seed: Sequence[int]
 ) -> Float16[np.ndarray, "entries width"]:
     """The next codebook for what earlier ones left over. Raises InvalidInput for fewer vectors than entries."""
-    if len(rest) < entries:
-        raise InvalidInput(f"{len(rest):,} vectors for a codebook of {entries:,} entries: calibrate with more tokens")
+    require_vectors(len(rest), entries)
     return rounded(kmeans(rest, entries, np.random.default_rng(seed))).half().numpy()
+
+
+def require_vectors(count: int, entries: int) -> None:
+    """Raise InvalidInput for fewer vectors than entries."""
+    if count < entries:
+        raise InvalidInput(f"{count:,} vectors for a codebook of {entries:,} entries: calibrate with more tokens")
 
 
 class Residuals:

@@ -1,45 +1,56 @@
-"""Compiled inner loops of residual vector quantization, under the rules of `kernels.py`."""
+"""Compiled inner loops of residual vector quantization, under the rules of `kernels.py`.
+
+Heads have stages of their own: entries of head h are those of the codebooks `first[h]` to `first[h] + count[h]`, and
+its codes follow those of the heads before it.
+"""
 
 import numpy as np
 from numba import float32, int64, njit, types, uint8, uint16, void
 
-from .kernels import dot, turn
+from .kernels import MATRIX, dot, turn
 
-BOOKS = types.Array(float32, 4, "C", readonly=True)
-HALVES = types.Array(float32, 3, "C", readonly=True)
+BOOKS = types.Array(float32, 3, "C", readonly=True)
+PLACES = types.Array(int64, 1, "C", readonly=True)
 _SEARCH = void(
-    *(float32[:, ::1], int64, int64, int64, int64),  # x (T, C), first column, heads, first code column, beam
-    *(BOOKS, HALVES),  # books, half squares
+    *(float32[:, ::1], int64, int64, int64),  # x (T, C), first column, first code column, beam
+    *(PLACES, PLACES),  # first codebook of each head, and how many it has
+    *(MATRIX, BOOKS, BOOKS, MATRIX),  # bases, roots, entries, half squares
     uint16[:, ::1],  # codes (T, columns)
 )
 
 
 @njit(_SEARCH, nogil=True, cache=True, error_model="numpy")
-def rvq_encode(x, column, heads, code_column, beam, books, halves, codes):
+def rvq_encode(x, column, code_column, beam, first, count, bases, roots, books, halves, codes):
     """Codes of each head's vectors, stage by stage: of `beam` sums of entries so far, each continued by every entry of
     the next stage, the `beam` nearest to the vector are kept; of equals the first.
 
-    `books` (H, S, D, E) entries in columns, (1, S, D, E) when the heads share them; `halves` (H, S, E) their |e|²/2.
+    What is coded is (vector − base) times its head's matrix of `roots` (H, D, D), or as it is for (0, D, D); `books`
+    (N, D, E) hold entries times it in columns, `halves` (N, E) their |e|²/2; `bases` (H, D).
     """
-    stages, width, entries = books.shape[1], books.shape[2], books.shape[3]
+    width, entries, most = books.shape[1], books.shape[2], max(1, count.max())
     rest, next_rest = np.empty((beam, width), np.float32), np.empty((beam, width), np.float32)
-    path, next_path = np.empty((beam, stages), np.uint16), np.empty((beam, stages), np.uint16)
+    path, next_path = np.empty((beam, most), np.uint16), np.empty((beam, most), np.uint16)
     size, next_size = np.empty(beam, np.float32), np.empty(beam, np.float32)
     parent, entry = np.empty(beam, np.int64), np.empty(beam, np.int64)
-    along = np.empty(entries, np.float32)
-    for h in range(heads):
-        book = h % books.shape[0]
-        for t in range(x.shape[0]):
+    along, offset = np.empty(entries, np.float32), np.empty(width, np.float32)
+    for h in range(len(count)):
+        stages = count[h]
+        for t in range(x.shape[0] if stages else 0):
             for i in range(width):
-                rest[0, i] = x[t, column + h * width + i]
+                offset[i] = x[t, column + h * width + i] - bases[h, i]
+            if roots.shape[0]:
+                turn(offset, roots[h], rest[0])
+            else:
+                rest[0, :] = offset
             size[0] = dot(rest[0], rest[0])
             kept = 1
             for s in range(stages):
+                book = first[h] + s
                 found = 0
                 for b in range(kept):
-                    turn(rest[b], books[book, s], along)
+                    turn(rest[b], books[book], along)
                     for e in range(entries):
-                        distance = size[b] - np.float32(2) * (along[e] - halves[book, s, e])
+                        distance = size[b] - np.float32(2) * (along[e] - halves[book, e])
                         if found == beam and not distance < next_size[found - 1]:
                             continue
                         at = found if found < beam else beam - 1
@@ -50,7 +61,7 @@ def rvq_encode(x, column, heads, code_column, beam, books, halves, codes):
                         found = min(found + 1, beam)
                 for b in range(found):
                     for i in range(width):
-                        next_rest[b, i] = rest[parent[b], i] - books[book, s, i, entry[b]]
+                        next_rest[b, i] = rest[parent[b], i] - books[book, i, entry[b]]
                     next_path[b, :s] = path[parent[b], :s]
                     next_path[b, s] = entry[b]
                 kept = found
@@ -58,26 +69,41 @@ def rvq_encode(x, column, heads, code_column, beam, books, halves, codes):
                 path, next_path = next_path, path
                 size, next_size = next_size, size
             for s in range(stages):
-                codes[t, code_column + h * stages + s] = path[0, s]
+                codes[t, code_column + s] = path[0, s]
+        code_column += stages
+
+
+@njit(void(BOOKS, PLACES, PLACES, BOOKS, float32[:, :, ::1]), nogil=True, cache=True, error_model="numpy")
+def rvq_turn(entries, first, count, roots, out):
+    """The entries (N, E, D) of each head's codebooks times its matrix of `roots` (H, D, D)."""
+    for h in range(len(count)):
+        for book in range(first[h], first[h] + count[h]):
+            for e in range(entries.shape[1]):
+                turn(entries[book, e].copy(), roots[h], out[book, e])
 
 
 @njit(
-    [void(kind[:, ::1], int64, BOOKS, int64, int64, float32[:, ::1]) for kind in (uint8, uint16)],
+    [void(kind[:, ::1], int64, PLACES, PLACES, MATRIX, BOOKS, int64, float32[:, ::1]) for kind in (uint8, uint16)],
     nogil=True,
     cache=True,
     error_model="numpy",
 )
-def rvq_decode(codes, code_column, books, column, heads, x):
-    """Sums of entries from `books` (H, S, E, D); codes are below their number."""
-    stages, width = books.shape[1], books.shape[3]
-    total = np.empty(width, np.float32)
-    for h in range(heads):
-        book = h % books.shape[0]
+def rvq_decode(codes, code_column, first, count, bases, books, column, x):
+    """Sums of a base (H, D) and entries from `books` (N, E, D); codes are below their number."""
+    width = books.shape[2]
+    for h in range(len(count)):
+        book, stages, start = first[h], count[h], column + h * width
+        many = stages - stages % 4
         for t in range(codes.shape[0]):
-            total[:] = np.float32(0)
-            for s in range(stages):
-                row = books[book, s, codes[t, code_column + h * stages + s]]
+            code, out = codes[t, code_column : code_column + stages], x[t, start : start + width]
+            out[:] = bases[h]
+            for s in range(0, many, 4):  # four entries at a time, as `turn` does it: half of the time is saved
+                a, b = books[book + s, code[s]], books[book + s + 1, code[s + 1]]
+                c, d = books[book + s + 2, code[s + 2]], books[book + s + 3, code[s + 3]]
                 for i in range(width):
-                    total[i] += row[i]
-            for i in range(width):
-                x[t, column + h * width + i] = total[i]
+                    out[i] = (((out[i] + a[i]) + b[i]) + c[i]) + d[i]
+            for s in range(many, stages):
+                a = books[book + s, code[s]]
+                for i in range(width):
+                    out[i] += a[i]
+        code_column += stages

@@ -1,4 +1,5 @@
-"""The quantizer study: codebooks pooled or per head, how many stages, keys and values apart, and what the codes weigh.
+"""The quantizer study: codebooks pooled or per head, how many stages, equal for all or split as calibration finds,
+keys and values apart, and what the codes weigh.
 
 The table has the shape of the fractal archive's own (Gusev 2026, arXiv 2607.07144: GPT-2, one context of 1,024 tokens,
 4 sinks and 32 recent tokens exact), on the model and windows at hand and with bytes on disk. Its published sizes came
@@ -38,17 +39,23 @@ PUBLISHED = (
 
 
 class Config(NamedTuple):
-    """A row of the study: its name, and the stages of keys and values; None keeps a side fine."""
+    """A row of the study: its name, and the stages of keys and values; None keeps a side fine.
+
+    With `split`, so many stages of a key and a value head together go where calibration finds that they pay.
+    """
 
     name: str
     keys: int | None
     values: int | None
     pooled: bool = False
     rope: bool = True
+    split: int | None = None
 
     @property
     def recipe(self) -> Recipe:
         quantize = {"id": "rvq/1", "key_stages": self.keys, "value_stages": self.values, "pooled": self.pooled}
+        if self.split is not None:
+            quantize = {"id": "rvq/1", "stages": self.split}
         return replace(FRACTAL, name=self.name, quantize=quantize, transform=FRACTAL.transform if self.rope else None)
 
 
@@ -65,6 +72,7 @@ CONFIGS = (
     Config("RVQ pooled, K4/V2", 4, 2, pooled=True),
     Config("RVQ per head, K4/V2, rotated keys", 4, 2, rope=False),
     Config("RVQ per head, K4/V4", 4, 4),
+    Config("fitted split", None, None, split=6),
 )
 COMPARISONS: tuple[tuple[str, str], ...] = (
     ("RVQ per head, K2/V2", "RVQ pooled, K2/V2"),
@@ -73,6 +81,9 @@ COMPARISONS: tuple[tuple[str, str], ...] = (
     ("RVQ per head, K4/V2", "RVQ per head, K2/V4"),
     ("RVQ per head, K4/V2", "RVQ per head, K4/V2, rotated keys"),
     ("per head, values only", "per head, keys only"),
+    ("fitted split", "RVQ per head, K3/V3"),
+    ("fitted split", "RVQ per head, K4/V2"),
+    ("fitted split", "RVQ per head, K4/V4"),
 )
 MEASURES: tuple[Name, ...] = ("kl", "dppl")
 

@@ -34,7 +34,8 @@ def command(
     out: str | None,
     as_json: bool,
 ) -> None:
-    """Compare vector quantizers: codebooks pooled over heads or one per head, one stage or several, keys and values.
+    """Compare vector quantizers: codebooks pooled over heads or one per head, one stage or several, keys and values,
+    stages that are equal for all heads or split between them by what their errors cost.
 
     For each: bytes a coarse token takes under every map code, KL, perplexity over the continuation and over its second
     half, and the context's benefit kept, beside what was published for GPT-2. Differences have 95 % intervals over
