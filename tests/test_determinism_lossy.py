@@ -113,7 +113,7 @@ def _boundaries(
         row = transform.rope.forward(sides, layers, torch.arange(len(x)))
         exponent = (row @ weights.direction - weights.level)[:, None]
         count = 1 + len(quantizer.variances[layers.start])
-        gain = torch.from_numpy(quantizer._gain(mine[0], layers)) if grade is Grade.FINE else torch.ones(1)
+        gain = torch.from_numpy(quantizer._gain(mine[0])) if grade is Grade.FINE else torch.ones(1)
         scaled = [exponent, x[:, 1:count][:, quantizer._columns(layers, grade)] * gain / quantizer.steps[grade]]
         zones = [0.5, 0.5 if grade is Grade.FINE else quantizer.zone]
         if grade is Grade.FINE:

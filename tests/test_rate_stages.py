@@ -246,13 +246,23 @@ def test_coefficients_that_are_all_zeros_have_no_column() -> None:
     assert (back[:, 3] == 0).all()
 
 
-def test_large_numbers_are_clipped_and_symbols_never_written_are_refused() -> None:
+@pytest.mark.parametrize(("grade", "dtype", "most"), [(Grade.COARSE, np.int16, 32767), (Grade.FINE, np.int32, 1 << 24)])
+def test_large_numbers_are_clipped_and_symbols_never_written_are_refused(grade: Grade, dtype: Any, most: int) -> None:
     coder = quantizer()
-    q = coder.quantize(torch.full((1, 4), -1e9), range(1), Grade.FINE)
-    assert q[1].min() == -32767
-    assert coder.dequantize(q, range(1), Grade.FINE).isfinite().all()
-    with pytest.raises(DamagedArchive, match="-32768"):
-        coder.dequantize([q[0], np.full((1, 3), -32768, np.int16)], range(1), Grade.FINE)
+    q = coder.quantize(torch.full((1, 4), -1e9), range(1), grade)
+    assert q[1].min() == -most
+    assert coder.dequantize(q, range(1), grade).isfinite().all()
+    with pytest.raises(DamagedArchive, match=str(-most - 1)):
+        coder.dequantize([q[0], np.full(q[1].shape, -most - 1, dtype)], range(1), grade)
+
+
+def test_marked_fine_tokens_are_coded_more_finely() -> None:
+    coder = quantizer(sink_gain=8.0)
+    x = torch.full((2, 4), 0.004)
+    x[:, 0] = torch.tensor([12.0, 13.0])
+    back = coder.dequantize(coder.quantize(x, range(1), Grade.FINE), range(1), Grade.FINE)
+    assert float(back[0, 1]) == 0
+    assert float(back[1, 1]) == pytest.approx(0.004, abs=0.01 / 16)
 
 
 # All together

@@ -6,8 +6,8 @@ calibrated variance is under `keep`·Δ² get no column; few are, since the tran
 times as large as most. The first `whole` coefficients are whole numbers (a token's exponent) and come in an array of
 their own, as they are. Fine tokens are coded with `fine_step`, rounded to nearest; what the transform leaves beside its
 coefficients comes in columns behind them and is coded of fine tokens alone, with `rest_step` in deviations. Fine tokens
-whose first whole number reaches the transform's `sink` are coded `sink_gain` times as finely: what is left of attention
-sinks costs a hundred times as much as of all the other fine tokens together (benchmarks/LOG.md).
+whose first whole number is `mark` or more are coded `sink_gain` times as finely: what is left of the attention sink
+costs a hundred times as much as of all the other fine tokens together (benchmarks/LOG.md).
 
 Source: uniform threshold quantization with a dead zone (Sullivan 1996). Tried on: CPU.
 """
@@ -26,7 +26,9 @@ from ..geometry import Geometry
 from ..profile import Profile
 from ..stages import Grade, Quantizer
 
-LARGEST = 32767
+LARGEST = {np.dtype(np.int16): 32767, np.dtype(np.int32): 1 << 24}  # float32 knows every whole number up to there
+
+MOST = 32767  # of whole columns
 
 
 class DeadZone(Quantizer):
@@ -44,6 +46,7 @@ class DeadZone(Quantizer):
         shift: float = 0.0,
         keep: float = 0.002,
         whole: int = 1,
+        mark: int = 13,
     ):
         for name, number, least, most in (
             ("step", step, 1e-9, 1e9),
@@ -58,10 +61,12 @@ class DeadZone(Quantizer):
                 raise InvalidRecipe(f"{name} {number!r}; expected a number from {least} to {most}")
         if type(whole) is not int or not 0 <= whole <= 16:
             raise InvalidRecipe(f"whole {whole!r}; expected a whole number from 0 to 16")
+        if type(mark) is not int or abs(mark) > MOST:
+            raise InvalidRecipe(f"mark {mark!r}; expected a whole number from {-MOST} to {MOST}")
         self.steps = {Grade.COARSE: float(step), Grade.FINE: float(fine_step)}
         self.rest_step, self.sink_gain = float(rest_step), float(sink_gain)
         self.zone, self.shift = float(zone), float(shift)
-        self.keep, self.whole = float(keep), whole
+        self.keep, self.whole, self.mark = float(keep), whole, mark
 
     def bind(self, geometry: Geometry, profile: Profile | None) -> None:
         """Needs `variance.{first layer}` (C,) of each group from the transform, and if it leaves a rest `spread` (P,).
@@ -83,11 +88,6 @@ class DeadZone(Quantizer):
             for first in self.variances
             if f"transform.spread.{first}" in profile.tensors
         }
-        self.sinks = {
-            first: float(np.asarray(profile.tensors[f"transform.sink.{first}"], np.float64).min(initial=np.inf))
-            for first in self.variances
-            if self.whole and f"transform.sink.{first}" in profile.tensors
-        }
         self.kept = {
             (first, grade): np.flatnonzero(variance >= self.keep * step**2)
             for first, variance in self.variances.items()
@@ -97,9 +97,10 @@ class DeadZone(Quantizer):
     def layout(self, layers: range, grade: Grade) -> list[tuple[int, type[np.signedinteger]]]:
         """The whole numbers, the coefficients that are kept, and of fine tokens the rest."""
         found: list[tuple[int, type[np.signedinteger]]] = [(self.whole, np.int16)]
-        found.append((len(self._columns(layers, grade)), np.int16))
-        if grade is Grade.FINE and layers.start in self.rest:
-            found.append((self.rest[layers.start], np.int16))
+        fine = grade is Grade.FINE
+        found.append((len(self._columns(layers, grade)), np.int32 if fine else np.int16))
+        if fine and layers.start in self.rest:
+            found.append((self.rest[layers.start], np.int32))
         return found
 
     def quantize(
@@ -107,21 +108,22 @@ class DeadZone(Quantizer):
     ) -> list[np.ndarray]:
         x, columns = coefficients.numpy(), self._columns(layers, grade)
         rest = self.whole + len(self.variances[layers.start])
-        whole = np.rint(x[:, : self.whole]).clip(-LARGEST, LARGEST).astype(np.int16)
+        whole = np.rint(x[:, : self.whole]).clip(-MOST, MOST).astype(np.int16)
         if grade is Grade.COARSE:
-            return [whole, _rounded(x[:, self.whole : rest][:, columns], self.steps[grade], self.zone)]
-        gain = self._gain(whole, layers)
-        found = [whole, _rounded(x[:, self.whole : rest][:, columns] * gain, self.steps[grade], 0.5)]
+            return [whole, _rounded(x[:, self.whole : rest][:, columns], self.steps[grade], self.zone, np.int16)]
+        gain = self._gain(whole)
+        found = [whole, _rounded(x[:, self.whole : rest][:, columns] * gain, self.steps[grade], 0.5, np.int32)]
         if layers.start in self.rest:
-            found.append(_rounded(x[:, rest:] * gain, self.rest_step, 0.5))
+            found.append(_rounded(x[:, rest:] * gain, self.rest_step, 0.5, np.int32))
         return found
 
     def dequantize(
         self, symbols: Sequence[np.ndarray], layers: range, grade: Grade
     ) -> Float32[Tensor, "tokens coefficients"]:
         for array in symbols:
-            if array.size and int(array.min()) < -LARGEST:
-                raise DamagedArchive("block part", f"symbol {int(array.min())}; at least {-LARGEST}")
+            least, most = -LARGEST[array.dtype], LARGEST[array.dtype]
+            if array.size and not least <= int(array.min()) <= int(array.max()) <= most:
+                raise DamagedArchive("block part", f"symbol {int(array.min())} or {int(array.max())}; at most {most}")
         whole, q = symbols[:2]
         columns, step = self._columns(layers, grade), np.float32(self.steps[grade])
         count = self.whole + len(self.variances[layers.start])
@@ -131,16 +133,16 @@ class DeadZone(Quantizer):
             shift = np.float32(self.shift)
             x[:, self.whole + columns] = (q - np.sign(q) * shift) * step if shift else q * step
             return torch.from_numpy(x)
-        gain = self._gain(whole, layers)
-        x[:, self.whole + columns] = q * step / gain
+        gain = self._gain(whole)
+        x[:, self.whole + columns] = q.astype(np.float32) * step / gain
         for array in symbols[2:]:
-            x[:, count:] = array * np.float32(self.rest_step) / gain
+            x[:, count:] = array.astype(np.float32) * np.float32(self.rest_step) / gain
         return torch.from_numpy(x)
 
-    def _gain(self, whole: np.ndarray, layers: range) -> np.ndarray:
-        """float32 (T, 1)."""
-        like_a_sink = whole[:, :1] >= self.sinks[layers.start] if layers.start in self.sinks else np.zeros(1, bool)
-        return np.where(like_a_sink, np.float32(self.sink_gain), np.float32(1))
+    def _gain(self, whole: np.ndarray) -> np.ndarray:
+        """float32 (T, 1) for fine tokens."""
+        marked = whole[:, :1] >= self.mark if self.whole else np.zeros((len(whole), 1), bool)
+        return np.where(marked, np.float32(self.sink_gain), np.float32(1))
 
     def _columns(self, layers: range, grade: Grade) -> np.ndarray:
         if (layers.start, grade) not in self.kept:
@@ -148,10 +150,10 @@ class DeadZone(Quantizer):
         return self.kept[layers.start, grade]
 
 
-def _rounded(x: np.ndarray, step: float, zone: float) -> np.ndarray:
-    """int16, from float32."""
+def _rounded(x: np.ndarray, step: float, zone: float, dtype: type[np.signedinteger]) -> np.ndarray:
+    """Whole numbers, from float32."""
     with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest of float32 are clipped
         scaled = np.nan_to_num(x / np.float32(step), nan=0.0)
-        size = np.floor(np.abs(scaled) + np.float32(1 - zone)).clip(0, LARGEST)
-    found: np.ndarray = np.copysign(size, scaled).astype(np.int16)
+        size = np.floor(np.abs(scaled) + np.float32(1 - zone)).clip(0, LARGEST[np.dtype(dtype)])
+    found: np.ndarray = np.copysign(size, scaled).astype(dtype)
     return found

@@ -17,7 +17,8 @@ foresee it (a sink looks like any other "the" until it is one), so n goes with t
 What the span of W leaves of r follows in P more columns, over `spread`, where C < P: nobody misses it of a token that
 is read from afar, which is all the metric knows, but the next few tokens do. So the quantizer codes it of fine tokens
 alone, and the inverse takes coefficients with or without it. All later tokens miss it of a sequence's first token, the
-attention sink, so the quantizer is told from which n on a token is like one (`sink`).
+attention sink, so the quantizer is told: n is larger by `MARK` for the token at position 0 and any whose n is as large
+as first tokens' in calibration text (`sink`).
 
 Source: KLT coding under a weighted error (Gersho & Gray 1992); a prefix's metric as it is restored, and weights of
 tokens, are ours. Tried on: CPU.
@@ -42,7 +43,7 @@ from ..rope import Rope
 from ..rounding import is_triangle, restored, rounded, symmetric, triangle, widths_of
 from ..stages import Transform
 from .basis import balanced, felt_along, groups_of, leading, left_over, residuals, rows_of, spreads_of, times, way_back
-from .weights import Weights
+from .weights import LEAST, MOST, Weights
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -51,6 +52,7 @@ SHRINK = 0.05
 STRIDE = 2  # of the calibration tokens so many make one that counts for the basis
 FELT = 150  # leading coefficients in which the energy of a gradient tells a token's weight
 LOUD = 64
+MARK = 16  # more than MOST − LEAST
 USUAL = 0.95  # of tokens that have a smaller log2 w than anything like a sink
 
 
@@ -136,7 +138,8 @@ class WeightedKLT(Transform):
         r = self.rope.forward(residual, layers, positions)
         n = group.weights.exponents(r if x is None else self.rope.forward([t.float() for t in x], layers, positions))
         c = r @ group.forward
-        columns = [n[:, None], c * torch.exp2(n / 2)[:, None]]
+        marked = n + MARK * ((positions == 0) | (n >= group.sink))
+        columns = [marked[:, None], c * torch.exp2(n / 2)[:, None]]
         if group.spread is not None:
             columns.append((r - c @ group.inverse) / group.spread)
         return torch.cat(columns, dim=1)
@@ -147,6 +150,7 @@ class WeightedKLT(Transform):
         group = self.groups[layers.start // self.layers_per_group]
         count = len(group.inverse)
         n, c, left = torch.split(coefficients, [1, count, coefficients.shape[1] - 1 - count], dim=1)
+        n = (n - MARK * (n > MOST)).clamp(LEAST, MOST)
         there = _last_column(c) + 1
         flat = (c[:, :there] * torch.exp2(-n / 2)) @ group.inverse[:there]
         if left.shape[1] and group.spread is not None:
@@ -158,9 +162,14 @@ class _Group:
     """Matrices of one layer group: `inverse` (C, P) and `forward` (P, C), float32; `spread` (P,) if C < P."""
 
     def __init__(
-        self, inverse: Tensor, roots: list[tuple[np.ndarray, np.ndarray]], spread: Tensor | None, weights: Weights
+        self,
+        inverse: Tensor,
+        roots: list[tuple[np.ndarray, np.ndarray]],
+        spread: Tensor | None,
+        weights: Weights,
+        sink: float,
     ):
-        self.inverse, self.roots, self.spread, self.weights = inverse, roots, spread, weights
+        self.inverse, self.roots, self.spread, self.weights, self.sink = inverse, roots, spread, weights, sink
         self._forward: Tensor | None = None
         self._lock = threading.Lock()
 
@@ -193,17 +202,20 @@ class _Group:
         except ValueError as error:
             raise ProfileMismatch(f"the profile's transform of layers from {first} on: {error}") from None
         spread = state.get(f"spread.{first}", np.ones(sum(widths), np.float32))
+        sink = state.get(f"sink.{first}", np.full(1, np.inf, np.float32))
         sizes = [geometry.layers[i].numbers_per_token for i in layers]
         fits = all(is_triangle(*packed, n) for packed, n in zip(roots, sizes, strict=True))
         fits = fits and loud.ndim == 2 and loud.shape[1] == len(weight) == len(spread) == sum(widths)
         fits = fits and variance.shape == (len(loud) + len(basis),)
-        fits = fits and weight.ndim == spread.ndim == 1 and level.shape == (1,) and bool((spread > 0).all())
+        fits = (
+            fits and weight.ndim == spread.ndim == 1 and level.shape == sink.shape == (1,) and bool((spread > 0).all())
+        )
         if not (fits and all(np.isfinite(t).all() for t in (loud, weight, level, spread))):
             raise ProfileMismatch(f"the profile's transform of layers from {first} on does not fit this cache")
         inverse = torch.cat([torch.from_numpy(np.array(loud)).float(), basis])
         weights = Weights(torch.from_numpy(np.array(weight)).float(), float(level[0]))
         left = torch.from_numpy(np.array(spread)).float() if f"spread.{first}" in state else None
-        return cls(inverse, roots, left, weights)
+        return cls(inverse, roots, left, weights, float(sink[0]))
 
 
 def _last_column(c: Tensor) -> int:
