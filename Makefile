@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 SAME_ENVIRONMENT := blosc2,hf-fp8,hf-hqq4
+LOSSY := cellar,cellar-small,cellar-fine,fractal,turbo-4,exact
 
 .PHONY: env demo test lint types bench bench-quick fuzz model models-page peers clean
 
@@ -36,7 +37,8 @@ bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/python benchmarks/maps.py
 	$(BIN)/python benchmarks/search.py
 	$(BIN)/kvcellar bench --recipes exact --tasks 2 --peers $(SAME_ENVIRONMENT) --out benchmarks/results/bench.json --plot docs/rate-quality.png
-	$(BIN)/kvcellar bench --windows 6 --recipes cellar,fractal,turbo-4,exact --out benchmarks/results/bench-lossy.json --plot docs/rate-quality-lossy.png
+	$(BIN)/kvcellar bench --windows 24 --recipes $(LOSSY) --out benchmarks/results/bench-lossy.json --plot docs/rate-quality-lossy.png
+	$(BIN)/kvcellar bench --windows 4 --continuation 128 --recipes $(LOSSY) --out benchmarks/results/bench-speed.json
 	$(BIN)/kvcellar bench quantizers --out benchmarks/results/quantizers.json
 	$(BIN)/python benchmarks/readme.py
 

@@ -19,8 +19,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def main() -> int:
     result = json.loads((RESULTS / "exact.json").read_text())
-    quality = json.loads((RESULTS / "bench-lossy.json").read_text())
-    tables = {README: {"info": _info(result), "results": _results(result), "quality": _quality(quality)}}
+    quality, speed = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("bench-lossy", "bench-speed"))
+    tables = {README: {"info": _info(result), "results": _results(result), "quality": _quality(quality, speed)}}
     if (RESULTS / "quantizers.json").is_file():  # twenty minutes of both cores
         tables[QUANTIZERS] = {"study": _study(json.loads((RESULTS / "quantizers.json").read_text()))}
     stale = []
@@ -90,8 +90,10 @@ def _results(result: dict[str, Any]) -> str:
     return "\n".join([where, "", *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def _quality(result: dict[str, Any]) -> str:
-    """Recipes, peers and the floor over all texts of the bench, smallest divergence first."""
+def _quality(result: dict[str, Any], speed: dict[str, Any]) -> str:
+    """Recipes, peers and the floor over all texts of the bench, smallest divergence first; seconds from a run of their
+    own on a quiet machine."""
+    quicker = {row["recipe"]: row["restore_speedup"] for row in speed["rows"] if row["text"] == "all"}
     rows = sorted((row for row in result["rows"] if row["text"] == "all"), key=lambda row: row["kl"])
     table = [
         ("", "B/token, whole file", "x 16-bit", "KL, nats [95 %]", "Δppl", "context kept (RCB)", "prefill ÷ restore"),
@@ -110,16 +112,24 @@ def _quality(result: dict[str, Any]) -> str:
                 f"{row['kl']:.2g}{interval}",
                 f"{100 * row['dppl']:+.2f} %",
                 "–" if row["rcb"] is None else f"{row['rcb']:.2f}",
-                f"{row['restore_speedup']:.0f}" if ours and row["restore_speedup"] else "–",
+                f"{quicker[row['recipe']]:.1f}" if ours and quicker.get(row["recipe"]) else "–",
             )
         )
     machine, windows = result["machine"], len(result["windows"])
+    using = [r for r in rows if r.get("profile") and ":" not in r["recipe"]]
+    sharing = {r["profile"]: [s["recipe"] for s in using if s["profile"] == r["profile"]] for r in using}
+    weights = {r["profile"]: (r["profile_bytes"], r["calibration_tokens"]) for r in using}
+    profiles = [
+        f"`{'`, `'.join(names)}` {weights[key][0] / 1e6:.0f} MB from {weights[key][1]:,} tokens"
+        for key, names in sharing.items()
+    ]
     where = (
         f"{windows} windows of {rows[0]['tokens']:,} + 384 tokens, one a document (encyclopedia, essays, docs, "
         f"code), SmolLM2-135M-Instruct; {machine['cpu']}, {machine['cores']} cores, commit {machine['commit']}; "
         "from `benchmarks/results/bench-lossy.json`. `floor:empty` keeps only the first 4 and the last 32 tokens. "
-        "What is worse than it compresses nothing. `fractal` and `cellar` need a profile of the model, made once by "
-        "`kvcellar calibrate` (18 and 51 MB). Other programs ran meanwhile."
+        "What is worse than it compresses nothing. Profiles are made once per model by `kvcellar calibrate`: "
+        f"{'; '.join(profiles)} of other text. Seconds from `benchmarks/results/bench-speed.json`, "
+        f"{len(speed['windows'])} windows, commit {speed['machine']['commit']}."
     )
     return "\n".join([where, "", *("| " + " | ".join(row) + " |" for row in table)])
 

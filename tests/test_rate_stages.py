@@ -28,7 +28,7 @@ from kvcellar.rope import Rope
 from kvcellar.stages import Context, Grade, SymbolCoder
 from kvcellar.testing.stages import RecipeConformance
 from kvcellar.transform.basis import balanced, leading
-from kvcellar.transform.klt import WeightedKLT
+from kvcellar.transform.klt import MARK, WeightedKLT
 from kvcellar.transform.weights import LEAST, MOST, Weights
 
 WINDOW = 96
@@ -175,11 +175,15 @@ def test_weights_scale_a_tokens_coefficients_and_come_in_front() -> None:
     positions = torch.from_numpy(tokens.positions)
     x = sides(held, range(2))
     stage = klt()
+    stage.groups[0].sink = 5.0
+    stage.groups[0].weights = Weights(torch.zeros(128), -6.0)
+    assert (stage.forward(x, range(2), positions, x)[:, 0] == 6 + MARK).all()  # like a first token, all of them
     stage.groups[0].weights = Weights(torch.zeros(128), -3.0)
     heavy = stage.forward(x, range(2), positions, x)
     stage.groups[0].weights = Weights(torch.zeros(128), 0.0)
     plain = stage.forward(x, range(2), positions, x)
-    assert (heavy[:, 0] == 3).all()
+    assert (heavy[1:, 0] == 3).all()
+    assert heavy[0, 0] == 3 + MARK  # the first token
     assert torch.allclose(heavy[:, 1:121], plain[:, 1:121] * 8**0.5, rtol=1e-4, atol=1e-4)
     back = [stage.inverse(flat, x, range(2), positions) for flat in (heavy, plain)]
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*back, strict=True))
