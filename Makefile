@@ -40,6 +40,8 @@ bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/kvcellar bench --windows 24 --recipes $(LOSSY) --out benchmarks/results/bench-lossy.json --plot docs/rate-quality-lossy.png
 	$(BIN)/kvcellar bench --windows 4 --continuation 128 --recipes $(LOSSY) --out benchmarks/results/bench-speed.json
 	$(BIN)/kvcellar bench quantizers --out benchmarks/results/quantizers.json
+	$(BIN)/kvcellar bench rate --windows 12 --out benchmarks/results/rate.json --plot docs/rate.png
+	$(BIN)/python benchmarks/risk_theory.py
 	$(BIN)/python benchmarks/readme.py
 
 bench-quick: env  # 8 windows, all recipes, no peers

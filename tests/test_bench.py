@@ -59,7 +59,7 @@ def test_the_keys_of_a_row_are_fixed() -> None:
     further = """articles scored_tokens bytes_by_part append_s random_access_s memcpy_s prefill_dtype threads
     restore_speedup save_to_prefill append_to_prefill random_access_to_prefill restore_to_memcpy peak_to_raw note
     ratio_at_equal_kl dppl_second_half layer_errors profile calibration_tokens
-    slower_than_peers"""
+    slower_than_peers by_window"""
     assert list(FURTHER) == further.split()
 
 

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from .frontends.archive import Archive
     from .frontends.batch import Batch, batch
     from .frontends.library import Found, find, open, save
+    from .frontends.queries import collect_queries
     from .frontends.recompress import Recompressed, recompress
+    from .frontends.reduce import prefill_reduced, reduce_cache
     from .frontends.repair import repair
+    from .frontends.weighted import WeightedCache, use_ragged_attention
     from .profile import Profile
 
 __version__ = "0.1.0"
@@ -37,6 +40,11 @@ _LATER = {
     "Profile": "profile",
     "Recompressed": "frontends.recompress",
     "recompress": "frontends.recompress",
+    "WeightedCache": "frontends.weighted",
+    "collect_queries": "frontends.queries",
+    "prefill_reduced": "frontends.reduce",
+    "reduce_cache": "frontends.reduce",
+    "use_ragged_attention": "frontends.weighted",
     "repair": "frontends.repair",
     "spans_for": "frontends.search",
 }
@@ -53,17 +61,26 @@ __all__ = [
     "Recipe",
     "Recompressed",
     "Restored",
+    "WeightedCache",
     "batch",
+    "collect_queries",
     "find",
     "open",
+    "prefill_reduced",
     "recompress",
+    "reduce_cache",
     "repair",
     "save",
     "spans_for",
+    "use_ragged_attention",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "reduce":  # a package that can be called
+        from importlib import import_module
+
+        return import_module(".reduce", __name__)
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

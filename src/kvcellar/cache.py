@@ -62,6 +62,11 @@ class LayerKV:
         whole = self.window or self.length in (None, self.slots)
         return self.positions is None and self.log_weights is None and bool(whole)
 
+    @property
+    def reduced(self) -> bool:
+        """Whether slots with positions and weights stand for `length` tokens."""
+        return self.log_weights is not None and self.positions is not None and self.length is not None
+
     def tokens(self, start: int, stop: int) -> LayerKV:
         """Views of what is held of tokens `start`…`stop`; `first` then counts from `start`."""
         begin = min(max(start, self.first), self.first + self.slots)
@@ -85,8 +90,12 @@ class KVCache:
         if not self.layers:
             raise InvalidInput("the cache has no layers: nothing to save")
         if self.length < 0:
-            object.__setattr__(self, "length", max(layer.first + layer.slots for layer in self.layers))
+            lengths = (kv.length if kv.length and kv.reduced else kv.first + kv.slots for kv in self.layers)
+            object.__setattr__(self, "length", max(lengths))
         for index, layer in enumerate(self.layers):
+            if layer.reduced:
+                self._require_reduced(index, layer)
+                continue
             expected = len(self) if not layer.empty and not layer.window else layer.slots
             if layer.values.shape[1] != layer.slots or layer.slots != expected:
                 raise InvalidInput(
@@ -95,6 +104,21 @@ class KVCache:
                 )
             if layer.first + layer.slots > len(self) or layer.first < 0:
                 raise InvalidInput(f"layer {index} holds tokens from {layer.first} on, beyond the cache's {len(self)}")
+
+    def _require_reduced(self, index: int, layer: LayerKV) -> None:
+        shapes = [
+            tuple(x.shape[:2]) for x in (layer.keys, layer.values, layer.positions, layer.log_weights) if x is not None
+        ]
+        if layer.length != len(self) or len(set(shapes)) > 1:
+            raise InvalidInput(
+                f"layer {index}: keys, values, positions and log-weights of (heads, slots) {shapes}, standing for "
+                f"{layer.length} tokens; expected four times the same, and {len(self)} tokens"
+            )
+
+    @property
+    def reduced(self) -> bool:
+        """Whether slots stand for more than one token each; such a cache cannot be cut."""
+        return any(layer.reduced for layer in self.layers)
 
     def _longest(self) -> int:
         return max(range(len(self.layers)), key=lambda i: self.layers[i].first + self.layers[i].slots)
@@ -109,6 +133,10 @@ class KVCache:
 
     def tokens(self, start: int, stop: int) -> KVCache:
         """Views of what every layer holds of tokens `start`…`stop`."""
+        if self.reduced:
+            if (start, stop) == (0, len(self)):
+                return self
+            raise UnsupportedCache(f"tokens {start}…{stop} of a reduced cache: its slots stand for all {len(self)}")
         return KVCache(tuple(kv.tokens(start, stop) for kv in self.layers), stop - start)
 
     def followed_by(self, other: KVCache) -> KVCache:

@@ -98,7 +98,7 @@ class Pipeline:
 
     def __init__(self, recipe: Recipe, geometry: Geometry, profile: Profile | None = None):
         if recipe.reduce is not None:
-            raise InvalidRecipe(f"recipe {recipe.name!r} reduces tokens, which this kvcellar cannot store yet")
+            raise InvalidRecipe(f"recipe {recipe.name!r} reduces tokens: its archives are restored whole or not at all")
         self.recipe, self.geometry = recipe, geometry
         self.predictor: Predictor | None = build("predict", recipe.predict)
         transform: Transform | None = build("transform", recipe.transform)

@@ -21,17 +21,19 @@ DENSE, SLOTS = 0, 1
 _SEALED, _HAS_PROFILE, _HAS_BASE, _HAS_FINE = 1, 2, 4, 8
 _FIXED = struct.Struct("<BBBBIQQII")  # kind, flags, token code, token bits, count, start, position, parts, id bytes
 _SPAN = struct.Struct("<II")
+_COUNT = struct.Struct("<Q")
 _PACKED_IDS = 0
 
 
 @dataclass(frozen=True)
 class BlockHead:
-    """Head of a dense block.
+    """Head of a block.
 
     `start` is the index of its first token in the sequence, `first_position` that token's position (the others
     follow one by one), `tokens` int64 ids (T,), `parts` (length, xxh3) of each layer group's bytes in the body.
     `held` says for each run of sliding layers which of the block's tokens they hold: (first, stop) from its start;
-    `coarse` which are coarse, counted likewise, the others being fine; None: all.
+    `coarse` which are coarse, counted likewise, the others being fine; None: all. A block of kind `SLOTS`, of a
+    reduced cache, has some number of `slots` in all layers and heads.
     """
 
     start: int
@@ -46,6 +48,7 @@ class BlockHead:
     kind: int = field(default=DENSE)
     held: tuple[tuple[int, int], ...] = ()
     coarse: range | None = None
+    slots: int | None = None
 
     @property
     def coarse_tokens(self) -> range:
@@ -95,16 +98,24 @@ class BlockHead:
         held = b"".join(_SPAN.pack(*each) for each in self.held)
         coarse = b"" if self.all_coarse else _SPAN.pack(self.coarse_tokens.start, self.coarse_tokens.stop)
         digests = self.recipe + (self.profile or b"") + (self.base or b"")
-        return fixed + digests + self.geometry.pack() + held + coarse + ids + table
+        slots = b"" if self.slots is None else _COUNT.pack(self.slots)
+        return fixed + digests + self.geometry.pack() + held + coarse + slots + ids + table
 
     @classmethod
-    def unpack(cls, data: bytes, part: str) -> BlockHead:
-        """Raises DamagedArchive naming `part`; unknown kinds and codes are refused, never guessed."""
+    def unpack(cls, data: bytes, part: str, expected: int | None = None) -> BlockHead:
+        """Raises DamagedArchive naming `part`; unknown kinds and codes are refused, never guessed.
+
+        `expected`: the kind of all blocks of this archive, where it is known.
+        """
         try:
             kind, flags, code, bits, count, start, position, groups, id_bytes = _FIXED.unpack_from(data)
         except struct.error as error:
             raise DamagedArchive(part, f"head of {len(data)} bytes") from error
-        if kind != DENSE or code != _PACKED_IDS or flags & ~(_SEALED | _HAS_PROFILE | _HAS_BASE | _HAS_FINE):
+        kinds, known = (
+            (DENSE, SLOTS) if expected is None else (expected,),
+            _SEALED | _HAS_PROFILE | _HAS_BASE | _HAS_FINE,
+        )
+        if kind not in kinds or code != _PACKED_IDS or flags & ~known:
             raise DamagedArchive(part, f"unknown block kind {kind}, token code {code} or flags {flags:#x}")
         if not 1 <= count <= MAX_BLOCK or start + count >= 1 << 63 or position + count >= 1 << 63:
             raise DamagedArchive(part, f"{count} tokens from {start} at position {position}")
@@ -124,6 +135,14 @@ class BlockHead:
             if not spans or not spans[0][0] <= spans[0][1] <= count or spans[0] == (0, count):
                 raise DamagedArchive(part, f"of {count} tokens {spans} are coarse")
             coarse = range(*spans[0])
+        slots = None
+        if kind == SLOTS:
+            if len(data) < offset + _COUNT.size or not geometry.uniform or coarse is not None:
+                raise DamagedArchive(
+                    part, "the head of a reduced block without its number of slots, or like a dense one"
+                )
+            (slots,) = _COUNT.unpack_from(data, offset)
+            offset += _COUNT.size
         if not 1 <= groups <= len(geometry) or len(data) != offset + id_bytes + 16 * groups:
             raise DamagedArchive(part, f"head of {len(data)} bytes for {groups} parts and {id_bytes} bytes of ids")
         tokens = unpack_ids(data[offset : offset + id_bytes], bits, count, part)
@@ -141,6 +160,7 @@ class BlockHead:
             kind=kind,
             held=held,
             coarse=coarse,
+            slots=slots,
         )
 
 

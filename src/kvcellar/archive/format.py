@@ -16,6 +16,8 @@ from ..store.base import Reader
 
 MAGIC = b"\x89KVC\r\n\x1a\n"
 MAJOR, MINOR = 1, 0
+REDUCED = 2
+"""Header flag: blocks hold slots of a reduced cache. Readers that do not know it take the file for a newer one."""
 HEADER_SIZE = 32
 FRAME_SIZE = 32
 MAX_HEAD = 1 << 24
@@ -33,13 +35,13 @@ def checksum(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def pack_header() -> bytes:
-    head = _HEADER.pack(MAGIC, MAJOR, MINOR, 0, 0)
+def pack_header(flags: int = 0) -> bytes:
+    head = _HEADER.pack(MAGIC, MAJOR, MINOR, flags, 0)
     return head + _U64.pack(checksum(head))
 
 
-def check_header(data: bytes, name: str) -> None:
-    """Raise NotAnArchive, DamagedArchive, NewerFormat or OlderFormat unless this kvcellar can read the file."""
+def check_header(data: bytes, name: str) -> int:
+    """The header's flags. Raises NotAnArchive, DamagedArchive, NewerFormat or OlderFormat for files of others."""
     if not data:
         raise DamagedArchive("header", f"{name} is empty")
     if data[: len(MAGIC)] != MAGIC[: len(data)]:
@@ -49,10 +51,11 @@ def check_header(data: bytes, name: str) -> None:
     _, major, minor, flags, reserved = _HEADER.unpack_from(data)
     if _U64.unpack_from(data, _HEADER.size)[0] != checksum(data[: _HEADER.size]):
         raise DamagedArchive("header", "checksum differs")
-    if major > MAJOR or (major == MAJOR and (flags or reserved)):
+    if major > MAJOR or (major == MAJOR and (flags & ~REDUCED or reserved)):
         raise NewerFormat(f"{name} has format {major}.{minor} (flags {flags:#x}); this kvcellar reads up to {MAJOR}.x")
     if major < MAJOR:
         raise OlderFormat(f"{name} has format {major}.{minor}; no release wrote it, this kvcellar reads {MAJOR}.x")
+    return int(flags)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ class ArchiveInfo(Mapping[str, Any]):
 
     `ratio_16bit` compares the file with the same cache in any 16-bit dtype; `profile_bytes` stands beside the file
     because an archive that needs a profile cannot be decoded without it (None when its size is not known here).
+    `slots` are those a reduced cache stores, over all layers and heads (None for a cache of every token); ratios and
+    raw bytes are then those of the cache before it was reduced.
     """
 
     path: str
@@ -46,6 +48,8 @@ class ArchiveInfo(Mapping[str, Any]):
     profile: str | None
     profile_bytes: int | None
     uncommitted_bytes: int = field(default=0)
+    slots: int | None = None
+    slots_per_head: float | None = None
 
     def __getitem__(self, key: str) -> Any:
         if key not in self.__dataclass_fields__:
@@ -68,6 +72,7 @@ def describe(archive: ArchiveReader) -> ArchiveInfo:
     tokens = commit.tokens
     recipe: Recipe = manifest.recipe
     embedded = archive.profile_record
+    slots, heads = archive.slots, sum(layer.key.heads for layer in manifest.geometry.layers)
     return ArchiveInfo(
         path=archive.reader.name,
         format=f"{MAJOR}.{MINOR}",
@@ -92,6 +97,8 @@ def describe(archive: ArchiveReader) -> ArchiveInfo:
         profile=manifest.profile,
         profile_bytes=embedded.body_length if embedded else (0 if manifest.profile is None else None),
         uncommitted_bytes=size - commit.end,
+        slots=slots,
+        slots_per_head=None if slots is None else slots / heads,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import ArchiveNotFound, DamagedArchive, NewerFormat, NotAnArchive, OlderFormat
 from ..store.base import Reader
-from .block import BlockHead
+from .block import DENSE, SLOTS, BlockHead
 from .commit import Commit, check_entries, last_commit, read_commit, read_entries, read_index, records
 from .format import (
     BLOCK,
@@ -21,6 +21,7 @@ from .format import (
     INDEX,
     MANIFEST,
     PROFILE,
+    REDUCED,
     Record,
     check_header,
     checksum,
@@ -62,13 +63,15 @@ class ArchiveReader:
 
     def _read(self, namespace: str) -> None:
         reader = self.reader
-        check_header(reader.read(0, HEADER_SIZE), reader.name)
+        flags = check_header(reader.read(0, HEADER_SIZE), reader.name)
         size = reader.size()
         record = read_record(reader, HEADER_SIZE, size, MANIFEST)
         self.manifest = Manifest.unpack(record.head)
         self._recipe_digest = self.manifest.recipe.digest
         if self.manifest.namespace != namespace:
             raise ArchiveNotFound(errno.ENOENT, f"no archive at {reader.name}")
+        if bool(flags & REDUCED) != self.reduced:
+            raise DamagedArchive("header", f"its flags {flags:#x} contradict the recipe's reduction")
         self.profile_record: Record | None = None
         if self.manifest.profile_embedded:
             self.profile_record = record = read_record(reader, record.end, size, PROFILE)
@@ -99,6 +102,16 @@ class ArchiveReader:
         return self.commit.tokens
 
     @property
+    def reduced(self) -> bool:
+        """Whether blocks hold slots of a reduced cache instead of every token."""
+        return self.manifest.recipe.reduce is not None
+
+    @property
+    def slots(self) -> int | None:
+        """Slots of all layers and heads of a reduced cache, as the heads of its blocks say; None for others."""
+        return sum(block.head.slots or 0 for block in self.blocks(0, self.tokens)) if self.reduced else None
+
+    @property
     def first_position(self) -> int:
         return self.block(0).head.first_position if len(self.entries) else 0
 
@@ -119,7 +132,7 @@ class ArchiveReader:
         record = read_record(self.reader, offset, self.commit.offset, BLOCK)
         if record.head_checksum != entry["head"] or record.length != entry["length"]:
             raise DamagedArchive(part, "not the block the commit names")
-        head = BlockHead.unpack(record.head, part)
+        head = BlockHead.unpack(record.head, part, SLOTS if self.reduced else DENSE)
         if (head.start, head.count, head.sealed) != (entry["start"], entry["count"], bool(entry["sealed"])):
             raise DamagedArchive(part, "its tokens are not those the index names")
         if head.geometry != self.manifest.geometry or head.recipe != self._recipe_digest:

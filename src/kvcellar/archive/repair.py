@@ -78,6 +78,8 @@ def repair(
             return RepairReport(reader.name, None, True, sound)
         survey = Survey(reader, namespace, like)
         chain, out_of_reach = _run(survey)
+        if survey.manifest.recipe.reduce is not None:
+            _require_whole(_report(survey, None, _end(chain), out_of_reach))
         out = None
         position, assumed = _next_position(survey, chain)
         if chain:
@@ -94,6 +96,15 @@ def _sound(store: Store, name: str, namespace: str) -> int | None:
             return archive.tokens if all(problem is None for _, problem in problems(archive)) else None
     except (DamagedArchive, NotAnArchive):
         return None
+
+
+def _require_whole(report: RepairReport) -> None:
+    """Raise DamagedArchive when tokens of a reduced cache are lost: the others' slots stand for them, too."""
+    if not report.complete:
+        part = report.damaged[0].reason if report.damaged else "blocks"
+        raise DamagedArchive(
+            part, f"{report.lost} or more tokens are lost, and a reduced cache is of use only as a whole: save it anew"
+        )
 
 
 def _run(survey: Survey) -> tuple[list[Found], list[Piece]]:

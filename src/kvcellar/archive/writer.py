@@ -18,7 +18,7 @@ from ..errors import StorageError
 from ..store.base import Appender, Pending
 from .block import BlockHead
 from .commit import ENTRY, Commit, pack_index
-from .format import BLOCK, HEADER_SIZE, MANIFEST, PROFILE, checksum, pack_header, pack_record
+from .format import BLOCK, HEADER_SIZE, MANIFEST, PROFILE, REDUCED, checksum, pack_header, pack_record
 from .manifest import Manifest
 from .reader import ArchiveReader
 
@@ -47,7 +47,7 @@ def write_archive(
 
     `next_position` is that of the token to come; default: the one behind the last block's.
     """
-    pending.append(pack_header())
+    pending.append(pack_header(REDUCED if manifest.recipe.reduce is not None else 0))
     pending.append(pack_record(MANIFEST, HEADER_SIZE, manifest.pack(), 0))
     if profile is not None:
         offset, head = pending.size(), struct.pack("<Q", checksum(profile))

@@ -29,6 +29,7 @@ from ..store.base import Appender
 from ..store.local import LocalStore
 from ..tail import compacted, extended
 from .inputs import spans_of, token_ids
+from .reducedfiles import restore_reduced
 from .search import Hit, search
 from .transformers import Device, dtype_of, fill_cache, give_cache, take_cache
 
@@ -43,9 +44,9 @@ class Archive:
         reader: ArchiveReader,
         identity: Identity | None,
         profile: Profile | None,
-        bos: int | None = None,
+        config: Any = None,
     ):
-        self._bos = bos
+        self._config, self._bos = config, getattr(config, "bos_token_id", None)
         self._store, self._name, self._identity, self._profile_argument = store, name, identity, profile
         self._reader: ArchiveReader | None = reader
         self._pipeline: Pipeline | None = None
@@ -103,6 +104,9 @@ class Archive:
         chosen = self._layers(layers)
         if isinstance(device, Mapping):
             self._layers(device)
+        if reader.reduced:
+            request = {"positions": positions, "prompt": prompt, "layers": layers, "into": into, "device": device}
+            return restore_reduced(reader, self._config, dtype=dtype_of(dtype), **request)
         if prompt is not None:
             ids = token_ids(prompt, what="prompt")
             if not len(ids):
@@ -174,6 +178,8 @@ class Archive:
         reader = self._open()
         if not isinstance(reader.reader, Appender):
             raise InvalidInput("the archive is open for reading; open it with mode='a' to append")
+        if reader.reduced:
+            raise InvalidInput("a reduced archive takes no more tokens: restore it, go on, and save the whole anew")
         if self._identity is None:
             raise MissingIdentity("append needs an archive opened with model= or identity=")
         kv, ids = take_cache(cache, row), token_ids(tokens, row)

@@ -33,6 +33,7 @@ from ..symbols import byteplanes as byteplanes  # its kernels load with this mod
 from .archive import Archive
 from .fingerprint import require_every_layer, require_plain_positions
 from .inputs import resolve_identity, take_row, token_ids
+from .reducedfiles import is_reduced, slot_blocks, take_reduced
 
 Path = str | os.PathLike[str]
 
@@ -52,6 +53,7 @@ def save(
     positions: Any = None,
     next_position: int | None = None,
     embed_profile: bool = False,
+    reduce_with: Any = None,
 ) -> ArchiveInfo:
     """Write one sequence's cache to `path`, replacing an archive there at once.
 
@@ -59,7 +61,8 @@ def save(
         cache: a transformers cache, (keys, values) pairs of shape (B, H, T, D), or a `KVCache`.
         tokens: the T token ids the cache was computed from, (T,) or (B, T).
         model: the transformers model it belongs to; or `identity`, an `Identity` or a name, when there is no model.
-        recipe: a preset's name, a `Recipe`, or a recipe's JSON object. The default is bit-exact.
+        recipe: a preset's name, a `Recipe`, or a recipe's JSON object. The default is bit-exact. One that reduces
+            needs `model`; a cache that is reduced already takes a bit-exact one, and `tokens` are all it stands for.
         profile: the calibrated state the recipe needs, stored inside the file with `embed_profile`. Default: the
             newest one that `kvcellar calibrate` made for this recipe and model.
         namespace: archives of different namespaces never see each other.
@@ -69,6 +72,7 @@ def save(
             token, as `generate` counts them from the mask.
         next_position: the position of the token to come, where it is not the one behind the last: models whose images
             take fewer positions than tokens. Such an archive restores only as a whole.
+        reduce_with: the model that a recipe with a reduction asks, where `identity` is given in place of `model`.
 
     Raises MissingIdentity, TokensMismatch, InvalidInput (also for a multimodal model without `next_position`),
     UnsupportedCache (naming the layer), InvalidRecipe, ProfileMissing, ArchiveLocked, NotAnArchive (an existing file
@@ -79,18 +83,28 @@ def save(
         raise MissingIdentity("save needs model= or identity=: without it, nothing could refuse a wrong restore")
     if next_position is None and model is not None:
         require_plain_positions(model)
-    kv, ids, first_position = take_row(cache, tokens, row, attention_mask, positions)
+    chosen, first_position = find_recipe(recipe), 0
+    reduced = chosen.reduce is not None or is_reduced(cache)
+    if reduced:
+        if next_position is not None:
+            raise InvalidInput("next_position of a reduced cache: it goes on behind the last token it stands for")
+        asked = reduce_with if model is None else model
+        kv, ids, chosen = take_reduced(cache, tokens, chosen, asked, row, attention_mask, positions)
+    else:
+        kv, ids, first_position = take_row(cache, tokens, row, attention_mask, positions)
     if model is not None:
         require_every_layer(model, len(kv.layers))
-    chosen = find_recipe(recipe)
-    if profile is None:
+    if profile is None and not reduced:
         profile = find_fitted(chosen, who, kv.geometry)
     profile_id = None if profile is None else profile.id
     manifest = Manifest(chosen, who, kv.geometry, namespace, profile_id, embed_profile and profile is not None)
-    pipeline = ready(chosen, kv.geometry, profile)
+    if reduced:
+        blocks = slot_blocks(manifest, kv, ids)
+    else:
+        pipeline = ready(chosen, kv.geometry, profile)
+        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position)
     store, name = LocalStore.at(path)
     with Replaceable(store, name), store.replacing(name) as pending:
-        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position)
         embedded = profile.pack() if manifest.profile_embedded and profile else None
         write_archive(pending, manifest, blocks, embedded, next_position)
     with ArchiveReader(store.open_reader(name), namespace) as archive:
@@ -144,8 +158,11 @@ def open(
     namespace: str = "",
     allow_mismatch: bool = False,
     mode: str = "r",
+    config: Any = None,
 ) -> Archive:
     """Open the archive at `path`; with mode ``"a"`` also for appending, alone.
+
+    A reduced cache is restored for a model's config: that of `model`, or `config` where `identity` is given.
 
     With `model` or `identity`, raises IdentityMismatch unless the archive is theirs or `allow_mismatch` is set.
     Without, everything but `restore` and `append` works. Raises ArchiveNotFound (also for another namespace),
@@ -160,7 +177,7 @@ def open(
         reader = ArchiveReader(handle, namespace)
         if who is not None and not allow_mismatch:
             require_same(reader.manifest.identity, who, str(path))
-        return Archive(store, name, reader, who, profile, getattr(getattr(model, "config", None), "bos_token_id", None))
+        return Archive(store, name, reader, who, profile, getattr(model, "config", config))
     except BaseException:
         handle.close()
         raise

@@ -29,6 +29,7 @@ _KNOWN = _DYNAMIC | _STATIC | _SLIDING | _QUANTIZED
 _REASONS = {
     "conv_states": "a layer with recurrent state, which this version does not store",
     "indexer_keys": "an indexed-attention layer, whose index keys this version does not store",
+    "log_weights": "a layer of a reduced cache, which can be saved as a whole and reduced again, and nothing else",
     "logical_length": "a cache restored at selected positions: it is not the whole sequence",
 }
 
@@ -49,9 +50,13 @@ def take_cache(cache: Any, row: int = 0) -> KVCache:
     `value_cache`. Tensors (B, H, T, D). Raises UnsupportedCache naming the layer, InvalidInput for what fits no form.
     """
     if isinstance(cache, KVCache):
+        if cache.reduced:
+            raise UnsupportedCache(
+                "a reduced cache, whose slots stand for several tokens, can be saved and nothing else"
+            )
         for index, layer in enumerate(cache.layers):
             if not layer.dense:
-                raise UnsupportedCache(f"layer {index}: positions, weights or merged tokens cannot be stored yet")
+                raise UnsupportedCache(f"layer {index}: positions of its own without weights cannot be stored")
         return cache
     layers = _layers(cache)
     if all(layer is None or layer.keys is None or _nothing(layer.keys) for layer in layers):
@@ -197,7 +202,7 @@ def give_cache(
             continue
         layer = DynamicSlidingWindowLayer(kind.window) if kind.kind == SLIDING else DynamicLayer()
         if index in layers:
-            keys, values = _placed(index, layers[index], dtype, device)
+            keys, values = place_layer(index, layers[index], dtype, device)
             if kind.kind == FULL and keys.shape[2] != length:
                 layer = SelectedLayer(length)
             layer.lazy_initialization(keys, values)
@@ -225,7 +230,7 @@ def fill_cache(
         raise InvalidInput(f"into is a {type(target).__name__}; expected a transformers cache")
     if int(target.get_seq_length()):
         raise InvalidInput(f"into holds {int(target.get_seq_length())} tokens already; expected an empty cache")
-    placed = {index: _placed(index, kv, dtype, device) for index, kv in layers.items() if not kv.empty}
+    placed = {index: place_layer(index, kv, dtype, device) for index, kv in layers.items() if not kv.empty}
     own = getattr(target, "layers", [])
     for index, (keys, _) in placed.items():
         sliding = index < len(own) and bool(getattr(own[index], "is_sliding", False))
@@ -258,7 +263,7 @@ def _fill_layer(target: Any, index: int, keys: Tensor, values: Tensor, tokens: i
         layer.cumulative_length = tokens
 
 
-def _placed(
+def place_layer(
     index: int, kv: LayerKV, dtype: torch.dtype | None, device: Device | Mapping[int, Device] | None
 ) -> tuple[Tensor, Tensor]:
     """Keys and values (1, H, T, D) in the dtype and on the device they are wanted."""

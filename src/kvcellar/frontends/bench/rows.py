@@ -25,7 +25,7 @@ FURTHER = (
     *("articles", "scored_tokens", "bytes_by_part", "append_s", "random_access_s", "memcpy_s", "prefill_dtype"),
     *("threads", "restore_speedup", "save_to_prefill", "append_to_prefill", "random_access_to_prefill"),
     *("restore_to_memcpy", "peak_to_raw", "note", "ratio_at_equal_kl", "dppl_second_half", "layer_errors"),
-    *("profile", "calibration_tokens", "slower_than_peers"),
+    *("profile", "calibration_tokens", "slower_than_peers", "by_window"),
 )
 ALL = "all"
 EMPTY = "floor:empty"
@@ -104,6 +104,19 @@ def _row(name: str, kind: str, group: list[Result], prefix: int | None) -> dict[
         "profile": costs[0].get("profile"),
         "calibration_tokens": costs[0].get("calibration_tokens"),
         "slower_than_peers": None,
+        "by_window": {result.scores.id: _by_window(result, prefix) for result in group},
+    }
+
+
+def _by_window(result: Result, prefix: int | None) -> dict[str, float | None]:
+    """What a comparison on the windows of another file needs of one."""
+    costs, scores = result.costs, result.scores
+    nbytes, payload = costs.get("file_bytes"), costs.get("payload_bytes")
+    return {
+        "kl": float(np.mean(scores.kl)),
+        "nll": float(np.mean(scores.nll - scores.nll_full)),
+        "file_bytes_per_token": None if nbytes is None or not prefix else nbytes / prefix,
+        "payload_bytes_per_token": None if payload is None else payload / costs["payload_tokens"],
     }
 
 

@@ -10,6 +10,7 @@ import click
 
 from ...errors import InvalidInput, KVCellarError, MissingExtra
 from .bench_quantizers import command as quantizers
+from .bench_rate import command as rate
 from .bench_setup import (
     CONTINUATION,
     DATA,
@@ -188,3 +189,4 @@ def _tasks(local: Any, budget: int, count: int) -> list[Any]:
 
 
 command.add_command(quantizers)
+command.add_command(rate)

@@ -131,7 +131,13 @@ class opened:  # noqa: N801 (used like a function)
     def __enter__(self) -> tuple[Any, Any]:
         from ..library import open as open_archive
 
-        self.archive = open_archive(self.file, identity=self.local.identity, namespace=self.namespace, mode=self.mode)
+        self.archive = open_archive(
+            self.file,
+            identity=self.local.identity,
+            namespace=self.namespace,
+            mode=self.mode,
+            config=self.local.model.config,
+        )
         return self.archive, self.local
 
     def __exit__(self, *exc: object) -> None:

@@ -51,6 +51,9 @@ def summary(info: ArchiveInfo, compared: Spent | None = None) -> list[str]:
         "ratio": f"{info.ratio_raw:.2f} x raw, {info.ratio_16bit:.2f} x 16-bit",
         "profile": _profile(info),
     }
+    if info.slots_per_head is not None:
+        share = info.slots_per_head / info.tokens
+        rows["slots"] = f"{info.slots_per_head:,.1f} a head, {share:.1%} of the tokens ({info.slots:,} in all): reduced"
     if compared is not None:
         rows["text"] = _compared(compared)
     dead = info.file_bytes - info.live_bytes - info.uncommitted_bytes

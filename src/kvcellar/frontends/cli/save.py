@@ -72,7 +72,16 @@ def command(
     started = time.perf_counter()
     local.prefill(ids, cache, quiet=as_json)
     prefilled = time.perf_counter()
-    info = save(out, cache, tokens=ids, identity=local.identity, recipe=chosen, profile=profile, namespace=namespace)
+    info = save(
+        out,
+        cache,
+        tokens=ids,
+        identity=local.identity,
+        recipe=chosen,
+        profile=profile,
+        namespace=namespace,
+        reduce_with=local.model,
+    )
     saved = time.perf_counter()
     timing = {"prefill_s": prefilled - started, "save_s": saved - prefilled}
     lines = [*summary(info), f"took       prefill {timing['prefill_s']:.2f} s, save {timing['save_s']:.2f} s"]
