@@ -109,7 +109,7 @@ def test_calibration_does_not_depend_on_how_its_tokens_come() -> None:
     for i, x in enumerate((keys, values)):
         variances = (x - x.mean(0)).matmul(parts.bases[i]).square().mean(0)
         torch.testing.assert_close(
-            variances, torch.linalg.eigvalsh(x.T.cov(correction=0)).flip(0), rtol=1e-2, atol=1e-4
+            variances, torch.linalg.eigvalsh(x.T.cov(correction=0)).flip(0), rtol=1e-2, atol=1e-3
         )
         torch.testing.assert_close(parts.errors[i][:6], whole.errors[i][:6], rtol=1e-2, atol=1e-4)
 
