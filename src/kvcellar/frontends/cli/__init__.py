@@ -25,6 +25,7 @@ COMMANDS = {
     "restore": "Write the stored cache into a safetensors file.",
     "find": "Find the archive with the longest stored prefix of a prompt.",
     "search": "Find a phrase in an archive, without unpacking it.",
+    "measure": "Measure what each head of a model can lose, and what to keep.",
     "bench": "Measure what recipes cost and what they keep.",
 }
 EPILOG = """\b

@@ -11,6 +11,7 @@ import click
 from ...errors import InvalidInput, KVCellarError, MissingExtra
 from .bench_quantizers import command as quantizers
 from .bench_rate import command as rate
+from .bench_reduce import command as reduce
 from .bench_setup import (
     CONTINUATION,
     DATA,
@@ -190,3 +191,4 @@ def _tasks(local: Any, budget: int, count: int) -> list[Any]:
 
 command.add_command(quantizers)
 command.add_command(rate)
+command.add_command(reduce)
