@@ -170,7 +170,7 @@ CELLAR = tuple(
         symbols={"id": "adaptive/1"},
         window=Window(4, 32),
     )
-    for name, step in (("cellar", 0.0123), ("cellar-fine", 0.0038), ("cellar-small", 0.031))
+    for name, step in (("cellar", 0.0123), ("cellar-fine", 0.0038), ("cellar-small", 0.0298))
 )
 PRESETS = {recipe.name: recipe for recipe in (EXACT, *TURBO, FRACTAL, *CELLAR)}
 

@@ -250,7 +250,7 @@ PRESSES: dict[str, dict[str, Any]] = {
     "knorm": {"press": "KnormPress"},
     "kvzip": {"press": "KVzipPress"},
 }
-KEPT = (0.5, 0.25)
+KEPT = (0.5, 0.25, 0.1)
 KVTC = ("kvtc-fine", "kvtc", "kvtc-small")
 BASELINE = Path("benchmarks/baselines/peer.py")  # our own, for those who have the source
 
