@@ -39,6 +39,8 @@ bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/kvcellar bench --recipes exact --tasks 2 --peers $(SAME_ENVIRONMENT) --out benchmarks/results/bench.json --plot docs/rate-quality.png
 	$(BIN)/kvcellar bench --windows 24 --recipes $(LOSSY) --out benchmarks/results/bench-lossy.json --plot docs/rate-quality-lossy.png
 	$(BIN)/kvcellar bench --windows 4 --continuation 128 --recipes $(LOSSY) --out benchmarks/results/bench-speed.json
+	$(BIN)/kvcellar bench --text ../shared/data/wt2_test.txt --windows 49 --recipes cellar,cellar-small,cellar-fine --peers kvtc-fine,kvtc,kvtc-small --out benchmarks/results/bench-encyclopedia.json
+	$(BIN)/kvcellar bench reduce --windows 16 --methods matching,streaming,random --seeds 5 --out benchmarks/results/reduce.json --plot docs/reduce-quality.png
 	$(BIN)/kvcellar bench quantizers --out benchmarks/results/quantizers.json
 	$(BIN)/kvcellar bench rate --windows 12 --out benchmarks/results/rate.json --plot docs/rate.png
 	$(BIN)/python benchmarks/risk_theory.py

@@ -14,6 +14,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 QUANTIZERS = ROOT / "docs" / "quantizers.md"
+EVALUATION = ROOT / "docs" / "evaluation.md"
+RISK = ROOT / "docs" / "risk.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -23,6 +25,10 @@ def main() -> int:
     tables = {README: {"info": _info(result), "results": _results(result), "quality": _quality(quality, speed)}}
     if (RESULTS / "quantizers.json").is_file():  # twenty minutes of both cores
         tables[QUANTIZERS] = {"study": _study(json.loads((RESULTS / "quantizers.json").read_text()))}
+    for page, name, table in ((EVALUATION, "encyclopedia", _encyclopedia), (RISK, "reduced", _reduced)):
+        file = RESULTS / f"{'bench-encyclopedia' if page is EVALUATION else 'reduce'}.json"
+        if file.is_file():  # half an hour of both cores each
+            tables[page] = {name: table(json.loads(file.read_text()))}
     stale = []
     for page, named in tables.items():
         fresh = text = page.read_text()
@@ -170,6 +176,66 @@ def _study(result: dict[str, Any]) -> str:
         low, high = each["kl"]["ci"] or (float("nan"), float("nan"))
         lines.append(f"- {each['better']} less {each['than']}: {each['kl']['value']:+.3g} [{low:+.3g}, {high:+.3g}]")
     return "\n".join(lines)
+
+
+def _encyclopedia(result: dict[str, Any]) -> str:
+    """Recipes, peers and floors on windows of one kind of text, with the intervals that goals are held against."""
+    table = [
+        ("", "payload, B/token", "whole file", "KL [95 %]", "Δppl", "RCB [95 %]"),
+        ("---", *["---:"] * 5),
+    ]
+    for row in sorted(result["rows"], key=lambda row: row["kl"]):
+        payload, size = row["payload_bytes_per_token"], row["file_bytes_per_token"]
+        table.append(
+            (
+                f"`{row['recipe']}`",
+                "–" if not payload else f"{payload:,.1f}",
+                "–" if not size else f"{size:,.0f}",
+                f"{row['kl']:.4f} [{row['kl_ci'][0]:.4f}, {row['kl_ci'][1]:.4f}]",
+                f"{100 * row['dppl']:+.2f} %",
+                f"{row['rcb']:.3f} [{row['rcb_ci'][0]:.3f}, {row['rcb_ci'][1]:.3f}]",
+            )
+        )
+    where = (
+        f"{len(result['windows'])} articles of WikiText-2's test text, {result['rows'][0]['tokens']:,} + 384 tokens "
+        f"each, commit {result['machine']['commit']}; from `benchmarks/results/bench-encyclopedia.json`."
+    )
+    return "\n".join([where, "", *("| " + " | ".join(row) + " |" for row in table)])
+
+
+def _reduced(result: dict[str, Any]) -> str:
+    """Reducers by method and kept fraction over all texts, and their KL beside that of `streaming` and `random`."""
+    ratios = {(each["method"], each["than"], each["keep"]): each["ratio"] for each in result["comparisons"]}
+    table = [
+        ("method", "kept", "slots", "memory freed", "KL [95 %]", "RCB", "÷ streaming [95 %]", "÷ random [95 %]"),
+        ("---", *["---:"] * 7),
+    ]
+    rows = [row for row in result["rows"] if row["text"] == "all" and row["kl"] is not None]
+    for row in sorted(rows, key=lambda row: (row.get("keep") or 0, row["kl"])):
+        method, keep = row.get("method", row["recipe"]), row.get("keep") or row["kept"]
+        table.append(
+            (
+                f"`{method}`",
+                f"{100 * keep:.0f} %",
+                f"{row['slots']:,}" if row.get("slots") else "–",
+                f"{100 * row['freed']:.0f} %" if row.get("freed") else "–",
+                f"{row['kl']:.4f} [{row['kl_ci'][0]:.4f}, {row['kl_ci'][1]:.4f}]",
+                "–" if row["rcb"] is None else f"{row['rcb']:.2f}",
+                *(_ratio(ratios.get((method, than, keep))) for than in ("streaming", "random")),
+            )
+        )
+    where = (
+        f"{len(result['windows'])} windows of 1,024 + 384 tokens (encyclopedia, essays, docs, code), methods that draw "
+        f"with several draws, commit {result['machine']['commit']}; from `benchmarks/results/reduce.json`."
+    )
+    return "\n".join([where, "", *("| " + " | ".join(row) + " |" for row in table)])
+
+
+def _ratio(found: dict[str, Any] | None) -> str:
+    if not found or found["value"] is None:
+        return "–"
+    low, high = found["ci"] or (float("nan"), float("nan"))
+    return f"{found['value']:.2f} [{low:.2f}, {high:.2f}]"
 
 
 if __name__ == "__main__":
