@@ -230,7 +230,11 @@ def test_layers_without_a_cache_of_their_own(tmp_path: Path, make_cache: Callabl
         stored.append(longer, prompt(60))
         stored.compact()
         assert len(stored) == 60
-        assert same_bits(pairs(stored.restore(layers=[2]).cache)[2:], pairs(longer)[2:])
+        # The first 40 tokens are those saved first: a longer prefill may give them another last bit.
+        expected = [
+            torch.cat([old, new[:, :, 40:]], dim=2) for old, new in zip(pairs(source)[2], pairs(longer)[2], strict=True)
+        ]
+        assert same_bits(pairs(stored.restore(layers=[2]).cache)[2:], [tuple(expected)])
     empty = DynamicCache()
     empty.layers = [DummyLayer(), DummyLayer()]
     with pytest.raises(InvalidInput, match="empty"):

@@ -202,7 +202,8 @@ def test_restoring_into_a_static_cache(name: str, tmp_path: Path) -> None:
     found = generate(model, ids, copy.deepcopy(filled))
     assert found == generate(model, ids, copy.deepcopy(dynamic))
     got = _goes_on(model, filled, IDS[PROMPT:])
-    assert torch.equal(got, _goes_on(model, static, IDS[PROMPT:]))
+    # Keys and values of deeper layers may differ in the last bit: what filled `static` attended over other shapes.
+    assert torch.allclose(got, _goes_on(model, static, IDS[PROMPT:]), atol=1e-5)
     assert torch.allclose(got, _goes_on(model, dynamic, IDS[PROMPT:]), atol=1e-4)
 
 

@@ -179,7 +179,7 @@ def test_weights_change_what_the_model_says() -> None:
     assert float((one - other).abs().max()) > 1e-2
 
 
-def test_half_of_a_hundred_tokens_go_on_at_position_100() -> None:
+def test_field_g07_half_of_a_hundred_tokens_go_on_at_position_100() -> None:
     """Field case G07: the logical position is not the number of slots."""
     ids = prompt(103)
     layers = [random_slots(kv, 50, 0) for kv in held(100)]
