@@ -44,6 +44,7 @@ bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/kvcellar bench quantizers --out benchmarks/results/quantizers.json
 	$(BIN)/kvcellar bench rate --windows 12 --out benchmarks/results/rate.json --plot docs/rate.png
 	$(BIN)/python benchmarks/risk_theory.py
+	$(BIN)/python benchmarks/tree.py --text ../shared/data/wt2_valid.txt
 	$(BIN)/python benchmarks/readme.py
 
 bench-quick: env  # 8 windows, all recipes, no peers

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .frontends.recompress import Recompressed, recompress
     from .frontends.reduce import prefill_reduced, reduce_cache
     from .frontends.repair import repair
+    from .frontends.tree import prefill_tree
+    from .frontends.treestream import TreeStream
     from .frontends.weighted import WeightedCache, use_ragged_attention
     from .profile import Profile
 
@@ -43,6 +45,8 @@ _LATER = {
     "WeightedCache": "frontends.weighted",
     "collect_queries": "frontends.queries",
     "prefill_reduced": "frontends.reduce",
+    "prefill_tree": "frontends.tree",
+    "TreeStream": "frontends.treestream",
     "reduce_cache": "frontends.reduce",
     "use_ragged_attention": "frontends.weighted",
     "repair": "frontends.repair",
@@ -61,12 +65,14 @@ __all__ = [
     "Recipe",
     "Recompressed",
     "Restored",
+    "TreeStream",
     "WeightedCache",
     "batch",
     "collect_queries",
     "find",
     "open",
     "prefill_reduced",
+    "prefill_tree",
     "recompress",
     "reduce_cache",
     "repair",

@@ -18,22 +18,51 @@ which order is ours. Error grows with the number of merges on a token's way, abo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import InvalidInput
+from .batched import Heads, concatenated, reduce_heads
+from .matching import STEPS
 from .tokens import Reducer, Weighted, joined
 
 Summary = Weighted | None
 """None stands for no tokens at all: what is before the first chunk."""
+Tokens = TypeVar("Tokens")
+Where = tuple[int, ...]
+NODE, BEFORE, LAST = 0, 1, 2
+
+
+def end_of(where: Where) -> int:
+    """The chunk before which a place in the tree ends: (NODE, level, index) or (BEFORE or LAST, chunk)."""
+    return (where[2] + 1) << where[1] if where[0] == NODE else where[1]
+
+
+class Merging(ABC, Generic[Tokens]):
+    """What makes summaries."""
+
+    @abstractmethod
+    def join(self, earlier: Tokens, later: Tokens) -> Tokens:
+        """Both, one behind the other."""
+
+    @abstractmethod
+    def reduced_all(self, jobs: Sequence[tuple[Tokens, Where]]) -> list[Tokens]:
+        """Each set of tokens in at most K; its place in the tree makes the seed. All those of a level in one call."""
+
+
+def _generator(seed: int, *where: int) -> torch.Generator:
+    digest = hashlib.sha256(repr((seed, *where)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 @dataclass(frozen=True)
-class Merge:
+class Merge(Merging[Weighted]):
     """How two summaries become one of at most `keep` tokens, on `queries` that must not depend on the text itself
     beyond the tokens merged; `rest` are tokens that every query sees beside them, such as sinks.
 
@@ -48,91 +77,136 @@ class Merge:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise InvalidInput(f"{self.keep} tokens to keep; expected at least 1")
+        _require_room(self.keep)
 
-    def reduced(self, tokens: Weighted, *where: int) -> Weighted:
-        """`tokens` in at most `keep`; `where` in the tree makes the seed."""
+    def join(self, earlier: Weighted, later: Weighted) -> Weighted:
+        return joined([earlier, later])
+
+    def reduced_all(self, jobs: Sequence[tuple[Weighted, Where]]) -> list[Weighted]:
+        return [self._reduced(tokens, where) for tokens, where in jobs]
+
+    def _reduced(self, tokens: Weighted, where: Where) -> Weighted:
         if len(tokens) <= self.keep:
             return tokens
-        digest = hashlib.sha256(repr((self.seed, *where)).encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        generator = _generator(self.seed, *where)
         return self.reducer.reduce(tokens, self.keep, self.queries, self.scale, generator, self.rest)
 
-    def __call__(self, earlier: Summary, later: Summary, *where: int) -> Summary:
-        if earlier is None or later is None:
-            return later if earlier is None else earlier
-        return self.reduced(joined([earlier, later]), *where)
+
+@dataclass(frozen=True)
+class HeadsMerge(Merging[Heads]):
+    """`Merge` for all heads of a layer at once, and all places of one shape in one call (`batched.py`).
+
+    `queries` are asked of everything, or `asked[c]` of what ends before chunk c: queries of tokens before chunk c are
+    as causal. A head's own number makes its seed, too. `steps` as in `reduce_heads`. Raises InvalidInput where `keep`
+    is not positive.
+    """
+
+    reducer: Reducer
+    keep: int
+    scale: float
+    queries: Float[Tensor, "heads queries key_width"] | None = None
+    asked: Mapping[int, Tensor] = field(default_factory=dict)
+    rest: Heads | None = None
+    seed: int = 0
+    steps: int = STEPS
+
+    def __post_init__(self) -> None:
+        _require_room(self.keep)
+
+    def join(self, earlier: Heads, later: Heads) -> Heads:
+        return concatenated([earlier, later], 1)
+
+    def reduced_all(self, jobs: Sequence[tuple[Heads, Where]]) -> list[Heads]:
+        found = [tokens for tokens, _ in jobs]
+        for size in sorted({len(tokens) for tokens in found if len(tokens) > self.keep}):
+            same = [i for i, tokens in enumerate(found) if len(tokens) == size]
+            heads = found[same[0]].count
+            places = [jobs[i][1] for i in same]
+            queries = [x for x in map(self._queries, places) if x is not None]
+            reduced = reduce_heads(
+                self.reducer,
+                concatenated([found[i] for i in same], 0),
+                self.keep,
+                torch.cat(queries) if queries else None,
+                self.scale,
+                [_generator(self.seed, head, *place) for place in places for head in range(heads)],
+                None if self.rest is None else concatenated([self.rest] * len(same), 0),
+                steps=self.steps,
+            )
+            for number, i in enumerate(same):
+                found[i] = reduced.heads(slice(number * heads, (number + 1) * heads))
+        return found
+
+    def _queries(self, where: Where) -> Tensor | None:
+        return self.queries if self.queries is not None else self.asked.get(end_of(where))
 
 
-NODE, BEFORE = 0, 1
+def _require_room(keep: int) -> None:
+    if keep < 1:
+        raise InvalidInput(f"{keep} tokens to keep; expected at least 1")
 
 
-def _node(merge: Merge, level: int, index: int, left: Weighted, right: Weighted) -> Weighted:
-    """The node of 2^level chunks from `index` · 2^level on."""
-    return merge.reduced(joined([left, right]), NODE, level, index)
-
-
-def _before(merge: Merge, earlier: Summary, node: Weighted, chunk: int) -> Summary:
-    """What stands before `chunk`, from what stands before `node`, the last before `chunk`."""
-    return merge(earlier, node, BEFORE, chunk)
-
-
-def scan(chunks: Sequence[Weighted], merge: Merge) -> list[Summary]:
+def scan(chunks: Sequence[Tokens], merge: Merging[Tokens]) -> list[Tokens | None]:
     """For each chunk the summary of all before it, None for the first.
 
-    `chunks` are the tokens of each chunk; one with more than `keep` is reduced on its own first.
+    `chunks` are the tokens of each chunk; one with more than `keep` is reduced on its own first. The last stands before
+    none.
     """
-    levels = [[merge.reduced(tokens, NODE, 0, i) for i, tokens in enumerate(chunks)]]
+    levels = [merge.reduced_all([(tokens, (NODE, 0, i)) for i, tokens in enumerate(chunks[:-1])])]
     while len(levels[-1]) > 1:
         below, level = levels[-1], len(levels)
-        pairs = zip(below[::2], below[1::2], strict=False)
-        levels.append([_node(merge, level, i, left, right) for i, (left, right) in enumerate(pairs)])
-    before: list[Summary] = [None]
+        pairs = enumerate(zip(below[::2], below[1::2], strict=False))
+        levels.append(merge.reduced_all([(merge.join(*pair), (NODE, level, i)) for i, pair in pairs]))
+    before: list[Tokens | None] = [None]
     for level in range(len(levels) - 1, -1, -1):
         # `before` are those of nodes of the level above; a left child has its parent's, a right one its sibling too
-        nodes = levels[level]
-        before = [
-            before[i // 2] if i % 2 == 0 else _before(merge, before[i // 2], nodes[i - 1], i << level)
-            for i in range(-(-len(chunks) >> level))
-        ]
+        above, nodes = before, levels[level]
+        before = [above[i // 2] if i % 2 == 0 else nodes[i - 1] for i in range(-(-len(chunks) >> level))]
+        joint = [(i, earlier) for i in range(1, len(before), 2) if (earlier := above[i // 2]) is not None]
+        jobs = [(merge.join(earlier, nodes[i - 1]), (BEFORE, i << level)) for i, earlier in joint]
+        for (i, _), summary in zip(joint, merge.reduced_all(jobs), strict=True):
+            before[i] = summary
     return before if chunks else []
 
 
-class Buckets:
+class Buckets(Generic[Tokens]):
     """A binary counter of summaries: one node for every digit 1 of the number of chunks so far."""
 
-    def __init__(self, merge: Merge) -> None:
+    def __init__(self, merge: Merging[Tokens]) -> None:
         self._merge = merge
-        self._nodes: list[tuple[int, Weighted]] = []  # (level, node), levels descend
+        self._nodes: list[tuple[int, Tokens]] = []  # (level, node), levels descend
         self.chunks = 0
 
-    def push(self, chunk: Weighted) -> None:
+    def push(self, chunk: Tokens) -> None:
         """One chunk more; amortised one reduction of a chunk and one of 2K tokens."""
-        level, node = 0, self._merge.reduced(chunk, NODE, 0, self.chunks)
+        level, (node,) = 0, self._merge.reduced_all([(chunk, (NODE, 0, self.chunks))])
         while self._nodes and self._nodes[-1][0] == level:
             _, left = self._nodes.pop()
             level += 1
-            node = _node(self._merge, level, self.chunks >> level, left, node)
+            where = (NODE, level, self.chunks >> level)
+            (node,) = self._merge.reduced_all([(self._merge.join(left, node), where)])
         self._nodes.append((level, node))
         self.chunks += 1
 
-    @property
-    def slots(self) -> int:
-        """Tokens held."""
-        return sum(len(node) for _, node in self._nodes)
-
-    def held(self) -> Summary:
-        """All nodes side by side: nothing merged any further, O(K log chunks) tokens."""
-        return joined([node for _, node in self._nodes]) if self._nodes else None
-
-    def before(self) -> Summary:
-        """What stands before the next chunk in at most K tokens, as `scan` has it."""
-        earlier: Summary = None
-        chunk = 0
-        for level, node in self._nodes:
+    def ends(self) -> list[int]:
+        """Before which chunks the nodes end; a merge later on ends at one of these or at a chunk to come."""
+        found, chunk = [], 0
+        for level, _ in self._nodes:
             chunk += 1 << level
-            earlier = _before(self._merge, earlier, node, chunk)
+            found.append(chunk)
+        return found
+
+    def held(self) -> list[Tokens]:
+        """The nodes from the earliest on, nothing merged any further: O(K log chunks) tokens."""
+        return [node for _, node in self._nodes]
+
+    def before(self) -> Tokens | None:
+        """What stands before the next chunk in at most K tokens, as `scan` has it."""
+        earlier: Tokens | None = None
+        for end, (_, node) in zip(self.ends(), self._nodes, strict=True):
+            if earlier is not None:
+                (node,) = self._merge.reduced_all([(self._merge.join(earlier, node), (BEFORE, end))])
+            earlier = node
         return earlier
 
 
@@ -160,7 +234,7 @@ def prefix_summaries(
     first = head[:sinks] if sinks else None
     merge = Merge(reducer, keep - sinks, scale, queries, first, seed)
     body = head[sinks:]
-    found = scan([body[i : i + chunk] for i in range(0, len(body), chunk)], merge)
+    found: list[Summary] = scan([body[i : i + chunk] for i in range(0, len(body), chunk)], merge)
     if first is None:
         return found
     return [first if summary is None else joined([first, summary]) for summary in found]
