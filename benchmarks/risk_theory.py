@@ -7,6 +7,9 @@
   without losing its answer, and queries known beforehand hardly help.
 - `topics`: in between, tokens around topics of which few are common.
 
+The same instances as texts that grow: what a binary counter of summaries misses at length t, beside
+log(2 + t/K)·tr(Σ)/K, the streaming bound.
+
 ν is a sample of queries; query-aware reducers are given it, and the error is the mean of ‖ô − o‖² over it. Fitted are
 the slopes of log error against log tr(Σ)/K for `random` and against log tail_{K/3}(Σ)/K for `balanced`, which keeps K/3
 directions of Γ: 1 where the bounds say how the error goes. `matching` also fits values anew, which no reweighting does.
@@ -31,6 +34,7 @@ from kvcellar.reduce.matching import Matching
 from kvcellar.reduce.random import RandomSubset
 from kvcellar.reduce.response import errors, responses
 from kvcellar.reduce.tokens import Reducer, Weighted
+from kvcellar.reduce.tree import Buckets, Merge
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "risk-theory.png"
 TOKENS, WIDTH = 256, 32
@@ -38,6 +42,7 @@ SCALE = WIDTH**-0.5
 QUERIES = 256
 KEEPS = (16, 32, 64, 128)
 SEEDS = 5
+GROWING_SEEDS, GROWING_KEEP, LENGTHS = 20, 64, (128, 256, 512, 1024)
 
 
 class Instance(NamedTuple):
@@ -55,34 +60,34 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x / x.norm(dim=1, keepdim=True)
 
 
-def repeated(noise: float, seed: int) -> Instance:
-    """A sentence of 16 tokens 16 times over; `noise` relative to the distance of its tokens."""
+def repeated(noise: float, seed: int, count: int = TOKENS) -> Instance:
+    """A sentence of 16 tokens over and over; `noise` relative to the distance of its tokens."""
     g = torch.Generator().manual_seed(seed)
-    place = torch.arange(TOKENS) % 16
+    place = torch.arange(count) % 16
     keys, values = 3 * torch.randn(16, WIDTH, generator=g)[place], torch.randn(16, WIDTH, generator=g)[place]
-    keys = keys + noise * 3 * torch.randn(TOKENS, WIDTH, generator=g)
-    values = values + noise * torch.randn(TOKENS, WIDTH, generator=g)
+    keys = keys + noise * 3 * torch.randn(count, WIDTH, generator=g)
+    values = values + noise * torch.randn(count, WIDTH, generator=g)
     return Instance("repeated", noise, _plain(keys, values), torch.randn(QUERIES, WIDTH, generator=g))
 
 
-def lookup(sharpness: float, seed: int) -> Instance:
+def lookup(sharpness: float, seed: int, count: int = TOKENS) -> Instance:
     """Every key is asked for once; the right one gets exp(`sharpness`) times the attention of an unrelated one."""
     g = torch.Generator().manual_seed(seed)
-    keys = _unit(torch.randn(TOKENS, WIDTH, generator=g)) * (sharpness / SCALE) ** 0.5
-    return Instance("lookup", sharpness, _plain(keys, torch.randn(TOKENS, WIDTH, generator=g)), keys.clone())
+    keys = _unit(torch.randn(count, WIDTH, generator=g)) * (sharpness / SCALE) ** 0.5
+    return Instance("lookup", sharpness, _plain(keys, torch.randn(count, WIDTH, generator=g)), keys.clone())
 
 
-def topics(spread: float, seed: int) -> Instance:
+def topics(spread: float, seed: int, count: int = TOKENS) -> Instance:
     """24 topics, the i-th as common as 1/i; tokens keep a distance of `spread` from their topic."""
     g = torch.Generator().manual_seed(seed)
     often = 1 / torch.arange(1, 25).float()
-    topic = torch.multinomial(often, TOKENS, replacement=True, generator=g)
-    keys = 2 * torch.randn(24, WIDTH, generator=g)[topic] + 2 * spread * torch.randn(TOKENS, WIDTH, generator=g)
-    values = torch.randn(24, WIDTH, generator=g)[topic] + spread * torch.randn(TOKENS, WIDTH, generator=g)
+    topic = torch.multinomial(often, count, replacement=True, generator=g)
+    keys = 2 * torch.randn(24, WIDTH, generator=g)[topic] + 2 * spread * torch.randn(count, WIDTH, generator=g)
+    values = torch.randn(24, WIDTH, generator=g)[topic] + spread * torch.randn(count, WIDTH, generator=g)
     return Instance("topics", spread, _plain(keys, values), torch.randn(QUERIES, WIDTH, generator=g))
 
 
-FAMILIES: tuple[tuple[Callable[[float, int], Instance], tuple[float, ...]], ...] = (
+FAMILIES: tuple[tuple[Callable[..., Instance], tuple[float, ...]], ...] = (
     (repeated, (0.03, 0.1, 0.2)),
     (lookup, (4.0, 6.0, 8.0)),
     (topics, (0.1, 0.3, 0.6)),
@@ -125,6 +130,39 @@ def rows(seeds: int = SEEDS, keeps: tuple[int, ...] = KEEPS) -> Iterator[dict[st
                     "expected_random": sum(p.sampling_error(keep) for p in profiles) / seeds,
                     "error": found,
                 }
+
+
+def growing(seeds: int = GROWING_SEEDS, lengths: tuple[int, ...] = LENGTHS) -> Iterator[dict[str, Any]]:
+    """One row for each instance and length t of a growing text: what a binary counter of summaries of `GROWING_KEEP`
+    random tokens misses, beside tr(Σ)/K of one reduction and log(2 + t/K) times that."""
+    for family, strengths in FAMILIES:
+        strength = strengths[len(strengths) // 2]
+        missed_at: dict[int, list[float]] = {t: [] for t in lengths}
+        traces: dict[int, list[float]] = {t: [] for t in lengths}
+        for seed in range(seeds):
+            made = family(strength, seed, lengths[-1])
+            buckets = Buckets(Merge(RandomSubset(), GROWING_KEEP, SCALE, seed=seed))
+            for start in range(0, lengths[-1], GROWING_KEEP):
+                buckets.push(made.tokens[start : start + GROWING_KEEP])
+                t = start + GROWING_KEEP
+                if t in missed_at:
+                    # in a lookup every token so far is asked for, and none that is still to come
+                    asked = made.queries[:t] if len(made.queries) == len(made.tokens) else made.queries
+                    before, reduced = made.tokens[:t], buckets.before()
+                    assert reduced is not None
+                    missed_at[t].append(float(errors(before, reduced, asked, SCALE).square().sum(dim=1).mean()))
+                    traces[t].append(responses(before, asked, SCALE).agnostic_bound(GROWING_KEEP))
+        for t in lengths:
+            once = sum(traces[t]) / seeds
+            yield {
+                "instance": made.name,
+                "strength": strength,
+                "tokens": t,
+                "keep": GROWING_KEEP,
+                "trace_over_k": once,
+                "streaming_bound": math.log(2 + t / GROWING_KEEP) * once,
+                "error": sum(missed_at[t]) / seeds,
+            }
 
 
 def slope(bounds: list[float], measured: list[float]) -> float:
@@ -182,7 +220,20 @@ def main() -> None:
         measured.append(row)
         shown = "  ".join(f"{name} {value:.2e}" for name, value in row["error"].items())
         print(f"{row['instance']:9} {row['strength']:<5g} K {row['keep']:<4} {shown}", flush=True)
-    result = {"machine": machine(), "seeds": SEEDS, "tokens": TOKENS, "slopes": slopes(measured), "rows": measured}
+    longer = list(growing())
+    for row in longer:
+        share = row["error"] / row["streaming_bound"]
+        print(f"{row['instance']:9} t {row['tokens']:<5} error {row['error']:.2e} = {share:.2f} log(2 + t/K) tr(Σ)/K")
+    result = {
+        "machine": machine(),
+        "seeds": SEEDS,
+        "tokens": TOKENS,
+        "slopes": slopes(measured),
+        "rows": measured,
+        "growing_seeds": GROWING_SEEDS,
+        "growing_slope": slope([r["streaming_bound"] for r in longer], [r["error"] for r in longer]),
+        "growing": longer,
+    }
     draw(measured, PICTURE)
     print(write_result("risk_theory", result))
     print({name: round(value, 3) for name, value in result["slopes"].items()})

@@ -44,3 +44,10 @@ def test_errors_go_as_the_bounds_do() -> None:
 
 def test_a_slope_is_that_of_the_power() -> None:
     assert theory.slope([1.0, 2.0, 5.0], [3.0, 12.0, 75.0]) == pytest.approx(2)
+
+
+def test_a_growing_text_misses_no_more_than_the_streaming_bound_says() -> None:
+    rows = list(theory.growing(seeds=3, lengths=(128, 512)))
+    assert {row["instance"] for row in rows} == {"repeated", "lookup", "topics"}
+    for row in rows:
+        assert 0.05 < row["error"] / row["streaming_bound"] < 2
