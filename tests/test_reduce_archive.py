@@ -485,3 +485,17 @@ def test_golden_bytes(tmp_path: Path) -> None:
         GOLDEN.write_bytes(path.read_bytes())
     assert path.read_bytes() == GOLDEN.read_bytes()
     assert same(layers_in(GOLDEN), kv)
+
+
+def test_saving_tells_how_far_the_reduction_is(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    recipe = {**EXACT.to_json(), "name": "half", "reduce": {"id": "streaming/1", "keep": 0.5, "sinks": 2, "recent": 6}}
+    kvcellar.save(
+        tmp_path / "a.kvc",
+        prefill(llama(), IDS),
+        tokens=IDS,
+        model=llama(),
+        recipe=recipe,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(1, 3), (2, 3), (3, 3)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +54,7 @@ def save(
     next_position: int | None = None,
     embed_profile: bool = False,
     reduce_with: Any = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> ArchiveInfo:
     """Write one sequence's cache to `path`, replacing an archive there at once.
 
@@ -73,6 +74,7 @@ def save(
         next_position: the position of the token to come, where it is not the one behind the last: models whose images
             take fewer positions than tokens. Such an archive restores only as a whole.
         reduce_with: the model that a recipe with a reduction asks, where `identity` is given in place of `model`.
+        progress: told how many layers are reduced, and of how many, by a recipe that reduces.
 
     Raises MissingIdentity, TokensMismatch, InvalidInput (also for a multimodal model without `next_position`),
     UnsupportedCache (naming the layer), InvalidRecipe, ProfileMissing, ArchiveLocked, NotAnArchive (an existing file
@@ -89,7 +91,7 @@ def save(
         if next_position is not None:
             raise InvalidInput("next_position of a reduced cache: it goes on behind the last token it stands for")
         asked = reduce_with if model is None else model
-        kv, ids, chosen = take_reduced(cache, tokens, chosen, asked, row, attention_mask, positions)
+        kv, ids, chosen = take_reduced(cache, tokens, chosen, asked, row, attention_mask, positions, progress)
     else:
         kv, ids, first_position = take_row(cache, tokens, row, attention_mask, positions)
     if model is not None:

@@ -51,6 +51,7 @@ def reduce_cache(
     ragged: bool = False,
     seed: int = 0,
     row: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> WeightedCache:
     """A cache of fewer, weighted slots that `model` reads in place of `cache`, which stays as it is.
 
@@ -68,6 +69,7 @@ def reduce_cache(
         ragged: leave layers at their own numbers of slots; the model then needs `use_ragged_attention`.
         seed: of methods that draw.
         row: which sequence of a batch.
+        progress: told how many layers are reduced, and of how many, after each.
 
     Sliding layers stay as they are. Raises InvalidInput for a budget without room for sinks and recent tokens and for
     queries that are missing, UnsupportedCache for layers that cannot be reduced, InvalidRecipe for unknown methods.
@@ -77,7 +79,7 @@ def reduce_cache(
     if queries is None and tokens is not None and reducer.needs_queries:
         queries = queries_for(reducer, model, KVCache(tuple(layers), length), token_ids(tokens, row), seed)
     keeps = numbers_to_keep(budget, layers, length, sinks + recent)
-    reduced = _reduced(reducer, layers, length, keeps, model, queries, sinks, recent, seed)
+    reduced = _reduced(reducer, layers, length, keeps, model, queries, sinks, recent, seed, progress)
     return weighted_cache(
         reduced, model, length=length, ragged=ragged, device=devices, reduction=reduction(reducer, budget)
     )
@@ -99,10 +101,11 @@ def reduce_layers(
     sinks: int = SINKS,
     recent: int = RECENT,
     seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[LayerKV]:
     """The layers of `reduce_cache`, without a cache around them; each head's pads have log-weight −inf."""
     keeps = numbers_to_keep(budget, kv.layers, len(kv), sinks + recent)
-    return _reduced(reducer, kv.layers, len(kv), keeps, model, queries, sinks, recent, seed)
+    return _reduced(reducer, kv.layers, len(kv), keeps, model, queries, sinks, recent, seed, progress)
 
 
 @torch.no_grad()
@@ -241,6 +244,7 @@ def _reduced(
     sinks: int,
     recent: int,
     seed: int,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[LayerKV]:
     if queries is None and reducer.needs_queries:
         raise InvalidInput(
@@ -278,6 +282,8 @@ def _reduced(
                 seed=own_seed,
             )
         out.append(stacked([_as_cached(w, kv) for w in found], length))
+        if progress is not None:
+            progress(index + 1, len(layers))
     return out
 
 

@@ -6,7 +6,7 @@ Tried on: CPU, transformers 5.24.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,14 @@ def is_reduced(cache: Any) -> bool:
 
 
 def take_reduced(
-    cache: Any, tokens: Any, recipe: Recipe, model: Any, row: int, attention_mask: Any, positions: Any
+    cache: Any,
+    tokens: Any,
+    recipe: Recipe,
+    model: Any,
+    row: int,
+    attention_mask: Any,
+    positions: Any,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[KVCache, np.ndarray, Recipe]:
     """A reduced cache, the ids (T,) of all tokens it stands for, and the recipe that says what reduced it.
 
@@ -39,7 +46,7 @@ def take_reduced(
     masks and positions, which slots have no use for.
     """
     if not is_reduced(cache):
-        return _reduced_now(cache, tokens, recipe, model, row, attention_mask, positions)
+        return _reduced_now(cache, tokens, recipe, model, row, attention_mask, positions, progress)
     if attention_mask is not None or positions is not None:
         raise InvalidInput("attention_mask and positions say nothing of a reduced cache, whose slots have their own")
     ids = token_ids(tokens, row)
@@ -61,7 +68,14 @@ def take_reduced(
 
 
 def _reduced_now(
-    cache: Any, tokens: Any, recipe: Recipe, model: Any, row: int, attention_mask: Any, positions: Any
+    cache: Any,
+    tokens: Any,
+    recipe: Recipe,
+    model: Any,
+    row: int,
+    attention_mask: Any,
+    positions: Any,
+    progress: Callable[[int, int], None] | None,
 ) -> tuple[KVCache, np.ndarray, Recipe]:
     settings = dict(recipe.reduce or {})
     told = {name: settings.pop(name) for name in _KEEP if name in settings}
@@ -84,7 +98,10 @@ def _reduced_now(
     SlotCoder(recipe, kv.geometry)
     try:
         queries = queries_for(reducer, model, kv, ids) if reducer.needs_queries else None
-        layers = reduce_layers(kv, budget=told.pop("keep"), model=model, reducer=reducer, queries=queries, **told)
+        keep = told.pop("keep")
+        layers = reduce_layers(
+            kv, budget=keep, model=model, reducer=reducer, queries=queries, progress=progress, **told
+        )
     except InvalidRecipe:
         raise
     except (InvalidInput, TypeError) as error:

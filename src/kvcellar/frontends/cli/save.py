@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ...recipe import EXACT
-from .common import emit, json_option, namespace_option
+from .common import emit, json_option, namespace_option, progress
 from .info import summary
 from .recipes import chosen_recipe, recipe_of_model, recipe_option, require_one, target_kl_option
 
@@ -72,16 +72,19 @@ def command(
     started = time.perf_counter()
     local.prefill(ids, cache, quiet=as_json)
     prefilled = time.perf_counter()
-    info = save(
-        out,
-        cache,
-        tokens=ids,
-        identity=local.identity,
-        recipe=chosen,
-        profile=profile,
-        namespace=namespace,
-        reduce_with=local.model,
-    )
+    quiet = as_json or chosen.reduce is None
+    with progress("reducing", len(cache.layers), quiet=quiet) as advance:
+        info = save(
+            out,
+            cache,
+            tokens=ids,
+            identity=local.identity,
+            recipe=chosen,
+            profile=profile,
+            namespace=namespace,
+            reduce_with=local.model,
+            progress=lambda done, total: advance(1),
+        )
     saved = time.perf_counter()
     timing = {"prefill_s": prefilled - started, "save_s": saved - prefilled}
     lines = [*summary(info), f"took       prefill {timing['prefill_s']:.2f} s, save {timing['save_s']:.2f} s"]
