@@ -46,7 +46,8 @@ class AdaptiveCoder(SymbolCoder):
     """Coder of integer arrays (…, C) of at most 32 bits, rows being tokens and columns coefficients.
 
     A part begins with one byte for each array that is not empty: which of the profile's tables for its layers and
-    its C it begins with, or none of them. The encoder takes the one that codes the first rows best.
+    its C it begins with, or none of them, or where none are for its C one for another. The encoder takes the one that
+    codes the first rows best.
     """
 
     id = ID
@@ -123,8 +124,13 @@ class AdaptiveCoder(SymbolCoder):
         return count + int(place[2]) - 4
 
     def _offered(self, layers: range, columns: int) -> list[Tables]:
-        fitting = [tables for tables in self._tables.get(layers.start, ()) if tables.columns == columns]
-        return [*fitting, flat(columns)]
+        """Those for so many columns, those that know nothing, and if there are none of the first, others cut or padded:
+        a step that is not one of those the tables were trained at keeps some coefficients more or less."""
+        known = self._tables.get(layers.start, [])
+        fitting = [tables for tables in known if tables.columns == columns]
+        if fitting or columns == 1:
+            return [*fitting, flat(columns)]
+        return [flat(columns), *(tables.resized(columns) for tables in known if tables.columns > 1)]
 
 
 def trained(symbols: Iterable[tuple[range, int, np.ndarray]]) -> dict[str, np.ndarray]:

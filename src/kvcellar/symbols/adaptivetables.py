@@ -94,6 +94,13 @@ class Tables:
             total += mean
         return np.array([(mean * mean).bit_length() - 1 for mean in means], np.uint8), inverse
 
+    def resized(self, columns: int) -> Tables:
+        """The same for another number of columns, from the first on: what is too much is cut off, what is lacking is as
+        the last one is."""
+        last = self.columns - 1
+        chosen = np.minimum(np.arange(columns), last)
+        return replace(self, static=np.ascontiguousarray(self.static[:, chosen]), mean=self.mean[chosen])
+
     @classmethod
     def train(cls, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Tables:
         """From symbols (T, C) of calibration text and their notes uint8 (T,), both cut as blocks would be."""
