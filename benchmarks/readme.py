@@ -211,7 +211,7 @@ def _reduced(result: dict[str, Any]) -> str:
         ("---", *["---:"] * 7),
     ]
     rows = [row for row in result["rows"] if row["text"] == "all" and row["kl"] is not None]
-    for row in sorted(rows, key=lambda row: (row.get("keep") or 0, row["kl"])):
+    for row in sorted(rows, key=lambda row: (round(row.get("keep") or row["kept"], 2), row["kl"])):
         method, keep = row.get("method", row["recipe"]), row.get("keep") or row["kept"]
         table.append(
             (
@@ -228,7 +228,12 @@ def _reduced(result: dict[str, Any]) -> str:
         f"{len(result['windows'])} windows of 1,024 + 384 tokens (encyclopedia, essays, docs, code), methods that draw "
         f"with several draws, commit {result['machine']['commit']}; from `benchmarks/results/reduce.json`."
     )
-    return "\n".join([where, "", *("| " + " | ".join(row) + " |" for row in table)])
+    beside = [
+        f"- `{method}` ÷ `{than.removeprefix('peer:')}`: {_ratio(ratio)}"
+        for (method, than, _), ratio in ratios.items()
+        if than.startswith("peer:") and method == "matching"
+    ]
+    return "\n".join([where, "", *("| " + " | ".join(row) + " |" for row in table), "", *beside])
 
 
 def _ratio(found: dict[str, Any] | None) -> str:
