@@ -26,6 +26,7 @@ from ..cache import KVCache, LayerKV
 from ..errors import InvalidInput, UnsupportedCache
 from ..reduce.later import asked_later
 from ..rope import TOKENS, Turn, turns_of
+from .transformers import take_cache
 
 COLLECTING = "kvcellar_collecting"
 LAST = 512
@@ -140,6 +141,13 @@ def turns_or_none(model: Any, kv: KVCache, ids: np.ndarray) -> list[Turn] | None
         return turns_of(model, kv.geometry, ids[:TOKENS])
     except UnsupportedCache:
         return None
+
+
+def turns_for(model: Any, ids: np.ndarray) -> list[Turn] | None:
+    """The same where there is no cache yet: the model reads the first of `ids`."""
+    cache: Any = DynamicCache(config=model.config)
+    model(input_ids=torch.from_numpy(ids[:1])[None].to(model.device), cache=cache, use_cache=True)
+    return turns_or_none(model, take_cache(cache), ids)
 
 
 def later(queries: Queries, turns: Sequence[Turn] | None, length: int, seed: int = 0) -> Queries:

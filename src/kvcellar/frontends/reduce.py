@@ -26,11 +26,10 @@ from transformers import DynamicCache
 from ..cache import KVCache, LayerKV
 from ..errors import InvalidInput, UnsupportedCache
 from ..reduce.weighted import RECENT, SINKS, Reducer, Weighted, reduce_layer
-from ..rope import Turn
 from ..slots import Head, head_of, stacked
 from .inputs import token_ids
 from .methods import find_reducer
-from .queries import Queries, collect_queries, later, own_queries, queries_of, turns_or_none
+from .queries import Queries, collect_queries, later, own_queries, queries_of, turns_for, turns_or_none
 from .transformers import take_cache
 from .weighted import WeightedCache, WeightedLayer, weighted_cache
 
@@ -139,7 +138,7 @@ def prefill_reduced(
         raise InvalidInput(f"{len(prompt)} tokens in chunks of {chunk}; expected at least one of each")
     keep = number_to_keep(budget, len(prompt), sinks + recent)
     cache: Any = DynamicCache(config=model.config)
-    turns = _turns(model, prompt) if reducer.needs_queries and reducer.asks_later else None
+    turns = turns_for(model, prompt) if reducer.needs_queries and reducer.asks_later else None
     with collect_queries(model, reducer.asks) as queries:
         for start in range(0, len(prompt), chunk):
             part = torch.from_numpy(prompt[start : start + chunk])[None].to(model.device)
@@ -157,13 +156,6 @@ def prefill_reduced(
                 progress(min(start + chunk, len(prompt)), _slots(cache))
     held: WeightedCache = cache
     return held
-
-
-def _turns(model: Any, prompt: np.ndarray) -> list[Turn] | None:
-    """How the layers turn their keys; asked with a cache of one token."""
-    cache: Any = DynamicCache(config=model.config)
-    model(input_ids=torch.from_numpy(prompt[:1])[None].to(model.device), cache=cache, use_cache=True)
-    return turns_or_none(model, take_cache(cache), prompt)
 
 
 def _slots(cache: Any) -> int:
