@@ -20,19 +20,21 @@ from kvcellar.frontends.fingerprint import identity_of_model
 from kvcellar.frontends.transformers import take_cache
 from kvcellar.metric import loss_metric, root
 from kvcellar.pipeline import Pipeline, Tokens
-from kvcellar.predict.linear import LinearPredictor
+from kvcellar.predict.linear import LinearPredictor, _shifted
 from kvcellar.profile import Profile
 from kvcellar.quantize.deadzone import DeadZone
 from kvcellar.recipe import Recipe, Window
 from kvcellar.rope import Rope
+from kvcellar.rounding import from_nibbles, in_nibbles
 from kvcellar.stages import Context, Grade, SymbolCoder
 from kvcellar.testing.stages import RecipeConformance
+from kvcellar.transform import klt as klt_module
 from kvcellar.transform.basis import balanced, leading
 from kvcellar.transform.klt import MARK, WeightedKLT
 from kvcellar.transform.weights import LEAST, MOST, Weights
 
 WINDOW = 96
-PREDICT = {"id": "linear/1", "layers_per_group": 2, "rank": 24, "embedding": 16}
+PREDICT = {"id": "linear/1", "layers_per_group": 2, "rank": 24, "embedding": 16, "reach": 1}
 TRANSFORM = {"id": "klt/1", "layers_per_group": 2, "coefficients": 120}
 QUANTIZE = {"id": "deadzone/1", "step": 0.4, "fine_step": 0.01, "keep": 0.02}
 
@@ -50,7 +52,7 @@ def model() -> Any:
 @cache
 def calibration() -> Calibration:
     samples = []
-    for seed in range(6):
+    for seed in range(20):
         ids = models.prompt(WINDOW, seed)
         held = take_cache(models.prefill(model(), ids))
         samples.append(Sample(np.array(ids, np.int64), "toy", lambda held=held: held))
@@ -77,7 +79,7 @@ def bound(stage: Any, **changes: np.ndarray) -> Any:
 
 
 def predictor() -> LinearPredictor:
-    return bound(LinearPredictor(layers_per_group=2, rank=24, embedding=16))
+    return bound(LinearPredictor(layers_per_group=2, rank=24, embedding=16, reach=1))
 
 
 def klt() -> WeightedKLT:
@@ -108,16 +110,38 @@ def predictor_predict(context: Context, like: list[Tensor]) -> list[Tensor]:
     return predictor().predict(context, [torch.full_like(t, torch.nan) for t in like])  # numbers must not be read
 
 
-def test_each_token_is_foreseen_by_itself() -> None:
+def test_a_token_is_foreseen_from_those_before_it_in_its_block_and_of_its_grade() -> None:
     tokens, held = unseen()
-    whole, part = (Context(t.ids, t.positions, t.earlier) for t in (tokens, tokens.take(slice(20, 30))))
-    first = sides(held, range(2))
-    whole.push(first)
-    part.push([t[:, 20:30] for t in first])
-    x = sides(held, range(2, 3))
-    some = predictor_predict(part, [t[:, 20:30] for t in x])
-    for a, b in zip(predictor_predict(whole, x), some, strict=True):
-        assert torch.allclose(a[:, 20:30], b, atol=1e-4)
+    first, x = sides(held, range(2)), sides(held, range(2, 3))
+
+    def foreseen(rows: slice, grade: Grade = Grade.COARSE, block_begins: int | None = None) -> Tensor:
+        part = tokens.take(rows)
+        earlier = part.earlier.copy()
+        if block_begins is not None:
+            earlier[block_begins, 0] = -1
+        context = Context(part.ids, part.positions, earlier, grade)
+        context.push([t[:, rows] for t in first])
+        return torch.cat(predictor_predict(context, [t[:, rows] for t in x]), dim=2)
+
+    def alike(a: Tensor, b: Tensor) -> bool:
+        return torch.allclose(a, b, atol=1e-4)
+
+    whole, part = foreseen(slice(0, 60)), foreseen(slice(20, 30))
+    assert alike(whole[:, 21:30], part[:, 1:])
+    assert not alike(whole[:, 20:21], part[:, :1])
+    alone = torch.cat([foreseen(slice(i, i + 1)) for i in range(20, 30)], dim=1)
+    assert alike(foreseen(slice(20, 30), Grade.FINE), alone)
+    apart = foreseen(slice(20, 30), block_begins=5)
+    assert alike(apart[:, :5], part[:, :5])
+    assert not alike(apart[:, 5:6], part[:, 5:6])
+    assert alike(apart[:, 6:], part[:, 6:])
+
+
+def test_the_rows_of_tokens_before_or_the_average() -> None:
+    follows = torch.tensor([False, True, True, False, True, True])
+    rows, average = torch.arange(6.0)[:, None], torch.tensor([-1.0])
+    assert _shifted(rows, 1, average, follows)[:, 0].tolist() == [-1, 0, 1, -1, 3, 4]
+    assert _shifted(rows, 2, average, follows)[:, 0].tolist() == [-1, -1, 0, -1, -1, 3]
 
 
 def test_ids_that_the_table_lacks_and_missing_ones_count_as_zeros() -> None:
@@ -136,7 +160,7 @@ def test_the_metric_comes_from_tokens_that_read_the_cache() -> None:
     rope = bound(Rope())
     metric = loss_metric(calibration(), rope)
     assert len(metric.layers) == 3
-    assert len(metric.windows) == 6
+    assert len(metric.windows) == 10
     for layer in metric.layers:
         assert torch.allclose(layer, layer.T)
         assert torch.linalg.eigvalsh(layer).min() > -1e-6 * layer.trace()
@@ -345,6 +369,44 @@ class TestConformance(RecipeConformance):
     @pytest.fixture(autouse=True)
     def fitted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(self), "profile", profile())
+
+
+def test_quiet_rows_in_nibbles_span_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = profile()
+    monkeypatch.setattr(klt_module, "QUIET", 72)
+    with_nibbles = fit_profile(recipe(), calibration())
+    assert with_nibbles.tensors["transform.quiet.0"].shape == (120 - 72, 128 // 2)
+    assert with_nibbles.nbytes < without.nbytes
+    tokens, held = unseen()
+    positions, layers = torch.from_numpy(tokens.positions), range(2)
+    x = sides(held, layers)
+    stage = WeightedKLT(layers_per_group=2, coefficients=120)
+    missed = []
+    for made in (without, with_nibbles):
+        stage.bind(calibration().geometry, made)
+        c = stage.forward([t.float() for t in x], layers, positions)[:, :121]
+        again = stage.inverse(c, x, layers, positions)
+        missed.append(energy([a.float() - b for a, b in zip(x, again, strict=True)]))
+    assert missed[1] < 2 * missed[0] + 0.01 * energy(x)
+    for name in ("transform.quiet.0", "transform.quiet_scale.0"):
+        bent = {name: np.zeros_like(with_nibbles.tensors[name][:-1])}
+        with pytest.raises(ProfileMismatch):
+            stage.bind(calibration().geometry, Profile({**with_nibbles.tensors, **bent}, {}))
+
+
+@pytest.mark.parametrize("widths", [[5, 6], [192, 192], [1]])
+def test_nibbles_come_back_within_half_a_step(widths: list[int]) -> None:
+    matrix = torch.randn(20, sum(widths), generator=torch.Generator().manual_seed(3))
+    matrix[3] = 0
+    pairs, scales = in_nibbles(matrix, widths)
+    assert pairs.dtype == np.uint8
+    assert pairs.shape == (20, -(-sum(widths) // 2))
+    again = from_nibbles(pairs, scales, widths)
+    step = torch.from_numpy(scales).repeat_interleave(torch.tensor(widths), dim=1)
+    assert ((again - matrix).abs() <= 0.5001 * step).all()
+    for wrong in (pairs[:, :-1], pairs.astype(np.int8), pairs & 0xF0, pairs & 0x0F):
+        with pytest.raises(ValueError, match="nibble"):
+            from_nibbles(wrong, scales, widths)
 
 
 # What is refused

@@ -16,7 +16,7 @@ from .cache import LayerKV, allocate
 from .errors import DamagedArchive
 from .pipeline import Pipeline, Tokens
 from .stages import LOOKBACK, Grade
-from .window import FineWindow, Symbols
+from .window import FineWindow, Symbols, restore_graded
 
 CHUNK_BYTES = 3 << 19
 _local = threading.local()
@@ -100,10 +100,13 @@ def decode_blocks(
     """What the archive holds of the `wanted` tokens (ascending spans, apart) of each layer, one behind the other, on
     all cores.
 
-    A task is one block, or without a predictor some of its layer groups: neither depends on another.
+    A task is one block, or without a predictor some of its layer groups: neither depends on another. But where a
+    predictor looks at the tokens before, those of an unsealed block may need the block before: they are one task.
     """
     tasks: list[_Task] = []
+    in_tail: list[_Task] = []
     counts = dict.fromkeys(wanted, 0)
+    joined = pipeline.predictor is not None and pipeline.predictor.reach and _unsealed(reader) > 1
     for block, spans in _spans_by_block(reader, wanted):
         takes = {}
         for layer, span in spans.items():
@@ -111,7 +114,10 @@ def decode_blocks(
             if both := range(max(span.start, held.start), min(span.stop, held.stop)):
                 takes[layer] = _Take(both, counts[layer])
                 counts[layer] += len(both)
-        tasks += _tasks(pipeline, block, takes)
+        if joined and not block.head.sealed:
+            in_tail.append(_Task(block, [], takes))
+        else:
+            tasks += _tasks(pipeline, block, takes)
     out = allocate(reader.manifest.geometry, counts)
     workers = min(os.cpu_count() or 1, len(tasks))
     if workers > 1:
@@ -126,7 +132,35 @@ def decode_blocks(
     else:
         for task in tasks:
             _run(pipeline, reader, task, out)
+    if in_tail:
+        _take_from_tail(pipeline, reader, in_tail, out)
     return out
+
+
+def _take_from_tail(
+    pipeline: Pipeline, reader: ArchiveReader, tasks: Sequence[_Task], out: Mapping[int, LayerKV]
+) -> None:
+    """All unsealed blocks as if they were one, and what the tasks want of it."""
+    recipe, start = reader.manifest.recipe, _sealed_blocks(reader) * reader.manifest.recipe.block
+    span = range(start, reader.tokens)
+    ids = np.concatenate([block.head.tokens for block in reader.blocks(span.start, span.stop)])
+    tokens = Tokens.at(recipe.block, span, ids, reader.first_position, None)
+    tokens = tokens._replace(coarse=FineWindow(recipe, reader.tokens).coarse(span))
+    whole = allocate(reader.manifest.geometry, dict.fromkeys(range(len(reader.manifest.geometry)), len(span)))
+    restore_graded(pipeline, tokens, stored_symbols(pipeline, reader, span.start, span.stop), whole)
+    for task in tasks:
+        for i, (wanted, at) in task.takes.items():
+            rows, goal = slice(wanted.start - start, wanted.stop - start), slice(at, at + len(wanted))
+            out[i].keys[:, goal] = whole[i].keys[:, rows]
+            out[i].values[:, goal] = whole[i].values[:, rows]
+
+
+def _sealed_blocks(reader: ArchiveReader) -> int:
+    return int(np.count_nonzero(reader.entries["sealed"]))
+
+
+def _unsealed(reader: ArchiveReader) -> int:
+    return len(reader.entries) - _sealed_blocks(reader)
 
 
 def _spans_by_block(

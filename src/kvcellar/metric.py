@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PREFIX = 0.625  # of a window; the rest reads it
 SINKS, RECENT = 4, 32  # tokens of the prefix that stay fine have no say
-WINDOWS = range(10, 31)  # as many as the samples allow: one in `EVERY`
+WINDOWS = range(10, 61)  # as many as the samples allow: one in `EVERY`
 EVERY = 4
 DRAWS = 2
 CLIP = 4.0

@@ -159,7 +159,7 @@ class Pipeline:
         `kept(group, arrays)` may put symbols that are known already into those of a group.
         """
         positions = torch.from_numpy(np.ascontiguousarray(tokens.positions, np.int64))
-        context = Context(tokens.ids, tokens.positions, tokens.earlier)
+        context = Context(tokens.ids, tokens.positions, tokens.earlier, grade)
         symbols: list[Arrays] = []
         restored: dict[int, LayerKV] = {}
         for number in range(len(self.groups)) if groups is None else groups:
@@ -187,7 +187,7 @@ class Pipeline:
     ) -> None:
         """Restore `groups` (those of `needed`, in order) of one grade into `out`, layers (H, T, D) by index."""
         positions = torch.from_numpy(np.ascontiguousarray(tokens.positions, np.int64))
-        context = Context(tokens.ids, tokens.positions, tokens.earlier)
+        context = Context(tokens.ids, tokens.positions, tokens.earlier, grade)
         for group, q in zip(groups, symbols, strict=True):
             target = _sides(out[i] for i in self.groups[group])
             p = self.predictor.predict(context, target) if self.predictor else None

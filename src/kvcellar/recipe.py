@@ -164,8 +164,8 @@ FRACTAL = Recipe(
 CELLAR = tuple(
     Recipe(
         name=name,
-        predict={"id": "linear/1", "layers_per_group": 10},
-        transform={"id": "klt/1", "layers_per_group": 10},
+        predict={"id": "linear/1", "layers_per_group": 10, "rank": 512, "embedding": 112, "reach": 1},
+        transform={"id": "klt/1", "layers_per_group": 10, "coefficients": 1216},
         quantize={"id": "deadzone/1", "step": step, "fine_step": 0.002, "keep": 0.0005},
         symbols={"id": "adaptive/1"},
         window=Window(4, 32),

@@ -1,7 +1,7 @@
-"""Matrices of a profile in int8: each row has a scale of its own in each of its blocks of columns.
+"""Matrices of a profile in int8 or in nibbles: each row has a scale of its own in each of its blocks of columns.
 
 Numbers of different layers, and of keys and values, differ by orders of magnitude; within a block they are alike.
-Tried on: CPU.
+A nibble is a whole number of −7 … 7 plus 8, two of them a byte, the first in its lower half. Tried on: CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from .geometry import Geometry
 
 LARGEST = 127
+LARGEST_NIBBLE = 7
 
 
 def widths_of(geometry: Geometry, layers: range) -> list[int]:
@@ -26,10 +27,26 @@ def widths_of(geometry: Geometry, layers: range) -> list[int]:
 
 def rounded(matrix: Float32[Tensor, "rows columns"], widths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """int8 (rows, columns), and scales float32 (rows, blocks)."""
-    scales = torch.stack([part.abs().amax(dim=1) for part in torch.split(matrix, list(widths), dim=1)], dim=1)
-    scales = scales.float().clamp(min=torch.finfo(torch.float32).tiny * LARGEST) / LARGEST
-    numbers = (matrix.float() / _spread(scales, widths)).round().clamp(-LARGEST, LARGEST)
-    return numbers.to(torch.int8).numpy(), scales.numpy()
+    numbers, scales = _rounded(matrix, widths, LARGEST)
+    return numbers.numpy(), scales.numpy()
+
+
+def in_nibbles(matrix: Float32[Tensor, "rows columns"], widths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """uint8 (rows, ⌈columns/2⌉), and scales float32 (rows, blocks)."""
+    numbers, scales = _rounded(matrix, widths, LARGEST_NIBBLE)
+    pairs = torch.nn.functional.pad(numbers, (0, numbers.shape[1] % 2)).view(torch.uint8) + 8
+    return (pairs[:, ::2] + 16 * pairs[:, 1::2]).numpy(), scales.numpy()
+
+
+def from_nibbles(pairs: np.ndarray, scales: np.ndarray, widths: Sequence[int]) -> Float32[Tensor, "rows columns"]:
+    """The matrix again. Raises ValueError for arrays that `in_nibbles` never gives for such `widths`."""
+    columns = sum(widths)
+    if pairs.dtype != np.uint8 or pairs.shape != (len(pairs), -(-columns // 2)):
+        raise ValueError(f"{pairs.dtype} {pairs.shape}, not nibbles of {columns} columns")
+    nibbles = np.stack([pairs % 16, pairs // 16], axis=2).reshape(len(pairs), 2 * pairs.shape[1])
+    if not nibbles.all():
+        raise ValueError("a nibble of 0 stands for no number")
+    return restored(nibbles[:, :columns].astype(np.int8) - 8, scales, widths)
 
 
 def restored(numbers: np.ndarray, scales: np.ndarray, widths: Sequence[int]) -> Float32[Tensor, "rows columns"]:
@@ -61,6 +78,14 @@ def symmetric(numbers: np.ndarray, scales: np.ndarray) -> Float32[Tensor, "n n"]
     lower[np.tril_indices(len(scales))] = numbers
     lower *= scales[:, None]
     return torch.from_numpy(lower + np.tril(lower, -1).T)
+
+
+def _rounded(matrix: Tensor, widths: Sequence[int], largest: int) -> tuple[Tensor, Tensor]:
+    """int8 (rows, columns) of at most `largest`, and scales (rows, blocks)."""
+    scales = torch.stack([part.abs().amax(dim=1) for part in torch.split(matrix, list(widths), dim=1)], dim=1)
+    scales = scales.float().clamp(min=torch.finfo(torch.float32).tiny * LARGEST) / largest
+    numbers = (matrix.float() / _spread(scales, widths)).round().clamp(-largest, largest)
+    return numbers.to(torch.int8), scales
 
 
 def _spread(scales: Tensor, widths: Sequence[int]) -> Tensor:

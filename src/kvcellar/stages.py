@@ -23,10 +23,11 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from .errors import InvalidInput, InvalidRecipe, KVCellarError
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
     from .calibrate import Calibration
@@ -80,18 +81,31 @@ class Context:
     its restored tensors (H, T, D) in the stored dtype. Predictors may look at nothing else.
     """
 
-    def __init__(self, tokens: np.ndarray, positions: np.ndarray, earlier: np.ndarray):
-        self.tokens, self.positions, self.earlier = tokens, positions, earlier
+    def __init__(self, tokens: np.ndarray, positions: np.ndarray, earlier: np.ndarray, grade: Grade = Grade.COARSE):
+        self.tokens, self.positions, self.earlier, self.grade = tokens, positions, earlier, grade
         self.restored: list[list[Tensor]] = []
+
+    @property
+    def follows(self) -> np.ndarray:
+        """bool (T,): whether a row stands for the token right behind that of the row before, in the same sealed block.
+
+        Never of fine tokens: they keep their symbols when the tokens before them become coarse.
+        """
+        found = np.zeros(len(self.positions), bool)
+        if self.grade is Grade.COARSE:
+            found[1:] = (np.diff(self.positions) == 1) & (self.earlier[1:, 0] >= 0)
+        return found
 
     def push(self, group: list[Tensor]) -> None:
         self.restored.append(group)
 
 
 class Predictor(Stage, ABC):
-    """Foresees a layer group from the context, each token by itself."""
+    """Foresees a layer group from the context: each token by itself, or also from the `reach` coarse tokens before it,
+    where they are of its sealed block, in shallower groups alone."""
 
     layers_per_group: int = 1
+    reach: int = 0
 
     @abstractmethod
     def predict(self, context: Context, like: list[Tensor]) -> list[Tensor]:

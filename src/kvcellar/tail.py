@@ -15,14 +15,20 @@ from .encode import encode_blocks
 from .geometry import Geometry
 from .held import held
 from .pipeline import Pipeline
+from .window import FineWindow
 
 
 def extended(
     pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray
 ) -> tuple[int, Iterator[NewBlock]]:
-    """How many blocks stay, and the blocks of the `new` tokens behind them: the tail joins in once it fills one."""
-    start = _tail_start(reader)
-    if reader.tokens + len(ids) - start < reader.manifest.recipe.tail:
+    """How many blocks stay, and the blocks of the `new` tokens behind them.
+
+    The tail joins in once it fills one, or when some of the new tokens are coarse at once and foreseen from its tokens.
+    """
+    start, total = _tail_start(reader), reader.tokens + len(ids)
+    reaching = pipeline.predictor is not None and pipeline.predictor.reach and start < reader.tokens
+    coarse_at_once = FineWindow(reader.manifest.recipe, total).coarse(range(reader.tokens, total))
+    if total - start < reader.manifest.recipe.tail and not (reaching and coarse_at_once):
         position = reader.first_position + reader.tokens
         known = ids_before(pipeline, reader, reader.tokens)
         blocks = encode_blocks(pipeline, reader.manifest, new, ids, reader.tokens, position, known=known)

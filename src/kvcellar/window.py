@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -100,6 +101,27 @@ class Symbols:
 
 def encode_graded(pipeline: Pipeline, new: KVCache, tokens: Tokens, stored: Symbols) -> list[bytes]:
     """Parts of a block of the tokens `stored` already and then the `new` ones; what is stored coarse stays coarse."""
+    return pipeline.pack([each.symbols for each in _graded(pipeline, new, tokens, stored, restore=False)])
+
+
+def restore_graded(pipeline: Pipeline, tokens: Tokens, stored: Symbols, out: dict[int, LayerKV]) -> None:
+    """Fill `out`, all layers (H, T, D) by index, with what a block of the `stored` tokens would be restored to."""
+    nothing = KVCache(tuple(kv.tokens(0, 0) for _, kv in sorted(out.items())), 0)
+    for each in _graded(pipeline, nothing, tokens, stored, restore=True):
+        for i, kv in each.restored.items():
+            out[i].keys[:, each.rows], out[i].values[:, each.rows] = kv.keys, kv.values
+
+
+class _Graded(NamedTuple):
+    """Tokens of one grade: their rows, symbols by layer group, and if asked for what they are restored to."""
+
+    rows: np.ndarray
+    symbols: list[Arrays]
+    restored: dict[int, LayerKV]
+
+
+def _graded(pipeline: Pipeline, new: KVCache, tokens: Tokens, stored: Symbols, *, restore: bool) -> list[_Graded]:
+    """The grades of a block, coarse before fine."""
     was_coarse = np.concatenate([stored.is_coarse, np.zeros(len(new), bool)])
     coarse = np.arange(tokens.coarse.start, tokens.coarse.stop)
     fine = np.flatnonzero(~was_coarse)
@@ -113,12 +135,16 @@ def encode_graded(pipeline: Pipeline, new: KVCache, tokens: Tokens, stored: Symb
         source = [restored[i] for i in range(len(restored))]
         stays = np.isin(fine, coarse, invert=True)
         if stays.any():
-            grades.append([[array[stays] for array in arrays] for arrays in fine_symbols])
+            rows = torch.from_numpy(np.flatnonzero(stays))
+            left = {i: LayerKV(kv.keys[:, rows], kv.values[:, rows]) for i, kv in restored.items()} if restore else {}
+            symbols = [[array[stays] for array in arrays] for arrays in fine_symbols]
+            grades.append(_Graded(fine[stays], symbols, left))
     if len(coarse):
         wanted = [_spread(kv, fine, coarse) for kv in source]
         keep = _keep(stored, Grade.COARSE, was_coarse[coarse])
-        grades.insert(0, pipeline.quantize(wanted, tokens.take(coarse), Grade.COARSE, kept=keep)[0])
-    return pipeline.pack(grades)
+        made = pipeline.quantize(wanted, tokens.take(coarse), Grade.COARSE, kept=keep, restore=restore)
+        grades.insert(0, _Graded(coarse, *made))
+    return grades
 
 
 def _behind_gap(layers: Sequence[LayerKV], count: int) -> list[LayerKV]:

@@ -2,12 +2,18 @@
 
 A group's row y = [K before RoPE, V, …] (P numbers) is foreseen as p = ȳ + ((φ − μ)/σ) D U with D (F, R) and U (R, P).
 The features φ are the embeddings of the token and the three before it, and of the group before its last two layers as
-restored. Embeddings come as a table of at most `embedding` columns, int8, in the profile: those directions of the
-model's normalised embeddings from which the first group is foreseen best, so decoding needs no model.
+restored, of this token and of the `reach` before it, whose values attention has mixed in. Where one of these is fine or
+of another sealed block, its features count as average. Embeddings come as a table of at most `embedding` columns, int8,
+in the profile: those directions of the model's normalised embeddings from which the first group is foreseen best, so
+decoding needs no model.
 
 R directions are kept that explain most in the loss metric (`metric.py`): with B the ridge solution for targets y·A, A
-the metric's root, they are the leading eigenvectors of Bᵀ ΦᵀΦ B. Source: reduced-rank regression (Izenman 1975); we
-differ in the metric, and in fitting the shallower layers as they are, not as restored. Tried on: CPU.
+the metric's root, they are the leading eigenvectors of Bᵀ ΦᵀΦ B, of which no more than half as many count as there are
+features. Matrices are int8, but U behind its first `LOUD` rows is nibbles (`rounding.py`). Looking at the group before
+alone keeps the loop short: a rounding error of one token reaches as many tokens behind it as there are groups.
+
+Source: reduced-rank regression (Izenman 1975); we differ in the metric, and in fitting the shallower layers as a
+restore would give them (`regression.py`). Tried on: CPU.
 """
 
 from __future__ import annotations
@@ -22,26 +28,26 @@ from torch import Tensor
 
 from ..errors import InvalidInput, InvalidRecipe, ProfileMismatch, ProfileMissing
 from ..geometry import Geometry
-from ..metric import loss_metric, root
+from ..metric import SINKS, Metric, loss_metric
 from ..profile import Profile
 from ..rope import Rope
-from ..rounding import restored, rounded, widths_of
+from ..rounding import from_nibbles, in_nibbles, restored, rounded, widths_of
 from ..stages import LOOKBACK, Context, Predictor
+from .regression import Moments, Restoring, roots_of
 
 if TYPE_CHECKING:
+    from ..cache import KVCache
     from ..calibrate import Calibration
 
 SEEN_LAYERS = 2
-RIDGE = 3e-4
-SHRINK = 0.05
-CLOSED = 0.02  # share of a restored feature's variance that is taken to be quantization noise
+LOUD = 192
 
 
 class LinearPredictor(Predictor):
     id = "linear/1"
     needs_profile = True
 
-    def __init__(self, *, layers_per_group: int = 10, rank: int = 256, embedding: int = 128):
+    def __init__(self, *, layers_per_group: int = 10, rank: int = 256, embedding: int = 128, reach: int = 0):
         for name, number, most in (
             ("layers_per_group", layers_per_group, 4096),
             ("rank", rank, 65536),
@@ -49,14 +55,18 @@ class LinearPredictor(Predictor):
         ):
             if type(number) is not int or not 1 <= number <= most:
                 raise InvalidRecipe(f"{name} {number!r}; expected a whole number from 1 to {most}")
-        self.layers_per_group, self.rank, self.embedding = layers_per_group, rank, embedding
+        if type(reach) is not int or not 0 <= reach <= LOOKBACK:
+            raise InvalidRecipe(f"reach {reach!r}; expected a whole number from 0 to {LOOKBACK}")
+        self.layers_per_group, self.rank, self.embedding, self.reach = layers_per_group, rank, embedding, reach
 
     def fit_settings(self) -> Mapping[str, object]:
-        return {"layers_per_group": self.layers_per_group, "rank": self.rank, "embedding": self.embedding}
+        settings = {"layers_per_group": self.layers_per_group, "rank": self.rank, "embedding": self.embedding}
+        return {**settings, "reach": self.reach} if self.reach else settings
 
     def fit(self, calibration: Calibration, fitted: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """`table` int8 (V, E) with `table_scale` (E,); rotary state as of rope/1; and per group `mean`, `centre`,
-        `spread` float32, and `down` (R, F) and `up` (R, P) int8 with scales `down_scale` and `up_scale`.
+        `spread` float32, `down` int8 (R, F), and `up` int8 (`LOUD`, P) with `quiet` uint8 (R − `LOUD`, P/2;
+        `rounding.in_nibbles`) behind it, each with a scale.
 
         Raises InvalidInput without a model, UnsupportedCache where keys cannot be turned back.
         """
@@ -67,42 +77,34 @@ class LinearPredictor(Predictor):
         rope.bind(calibration.geometry, Profile({f"transform.{n}": v for n, v in state.items()}, {}))
         metric = loss_metric(calibration, rope)
         groups = _groups(len(calibration.geometry), self.layers_per_group)
-        moments = [_Moments() for _ in groups]
-        embeddings = _normalised(calibration.model.get_input_embeddings().weight.detach().float())
-        table = torch.empty(0)
-        for label in ("embeddings", "prediction"):
-            for tokens, cache in calibration.caches(label):
-                positions = torch.arange(len(tokens))
-                seen: list[Tensor] = []
-                for layers, moment in zip(groups, moments, strict=True):
-                    x = [side.float() for i in layers for side in (cache.layers[i].keys, cache.layers[i].values)]
-                    y = rope.forward(x, layers, positions)
-                    if label == "embeddings":
-                        moment.add(embeddings[torch.from_numpy(tokens)], y)
-                        break
-                    ids = [torch.from_numpy(_before(tokens, back)) for back in range(LOOKBACK + 1)]
-                    moment.add(torch.cat([_looked_up(table, i) for i in ids] + seen, dim=1), y)
-                    last = layers[-SEEN_LAYERS:]
-                    seen = [rope.forward(x[-2 * len(last) :], last, positions)]
-            if label == "embeddings":
-                roots = _roots(metric.layers, groups[0], moments[0])
-                down = moments[0].solve(roots, self.embedding, 0)[0]
-                centre, spread = moments[0].centre, moments[0].spread
-                table = ((embeddings - centre) / spread) @ down
-                scale = table.abs().amax(dim=0).clamp(min=1e-6) / 127
-                state["table"] = (table / scale).round().to(torch.int8).numpy()
-                state["table_scale"] = scale.numpy()
-                table = torch.from_numpy(state["table"]).float() * scale
-                moments[0] = _Moments()
-        for g, (layers, moment) in enumerate(zip(groups, moments, strict=True)):
-            roots = _roots(metric.layers, layers, moment)
-            down, up = moment.solve(roots, self.rank, (LOOKBACK + 1) * table.shape[1])
-            seen_widths = widths_of(calibration.geometry, groups[g - 1][-SEEN_LAYERS:]) if g else []
-            widths = [table.shape[1]] * (LOOKBACK + 1) + seen_widths
+        state |= _table(calibration, metric, rope, groups[0], self.embedding)
+        table = torch.from_numpy(state["table"]).float() * torch.from_numpy(state["table_scale"])
+        restoring: list[_Restoring] = []
+        for g, layers in enumerate(groups):
+            numbers = widths_of(calibration.geometry, layers)
+            moment, roots = Moments(sum(numbers[-2 * SEEN_LAYERS :])), list[Tensor]()
+            generator = torch.Generator().manual_seed(g)
+            for n, (tokens, cache) in enumerate(calibration.caches(f"prediction from layer {layers.start} on")):
+                features = _embedded(table, tokens)
+                for before in restoring:
+                    seen = before(features, cache, generator if n % 2 else None)
+                    features = torch.cat([_embedded(table, tokens), *seen], dim=1)
+                moment.add(features, _rows(cache, layers, rope))
+            roots = roots_of(metric.layers, layers, moment)
+            rank = min(self.rank, max(1, len(moment.centre) // 2))
+            down, up = moment.solve(roots, rank, (LOOKBACK + 1) * table.shape[1])
+            widths = [table.shape[1]] * (LOOKBACK + 1) + self._seen_widths(calibration.geometry, groups, g)
             state[f"down.{g}"], state[f"down_scale.{g}"] = rounded(down.T, widths)
-            state[f"up.{g}"], state[f"up_scale.{g}"] = rounded(up, widths_of(calibration.geometry, layers))
+            state[f"up.{g}"], state[f"up_scale.{g}"] = rounded(up[:LOUD], numbers)
+            if len(up) > LOUD:
+                state[f"quiet.{g}"], state[f"quiet_scale.{g}"] = in_nibbles(up[LOUD:], numbers)
             state |= {f"mean.{g}": moment.mean.numpy(), f"centre.{g}": moment.centre.numpy()}
             state[f"spread.{g}"] = moment.spread.numpy()
+            if layers.stop < len(calibration.geometry):
+                level = restoring[0].left.level if restoring else None
+                left = Restoring(moment.left(down, up), roots[-SEEN_LAYERS:], level)
+                group = _Group.read(state, g, widths, numbers)
+                restoring.append(_Restoring(group, left, layers[-SEEN_LAYERS:], rope, self.reach))
         return state
 
     def bind(self, geometry: Geometry, profile: Profile | None) -> None:
@@ -116,7 +118,7 @@ class LinearPredictor(Predictor):
             self.rope.bind(geometry, Profile(turns, {}))
             self.table = torch.from_numpy(state["table"])
             self.scale = torch.from_numpy(state["table_scale"])
-            seen = [widths_of(geometry, groups[g - 1][-SEEN_LAYERS:]) if g else [] for g in range(len(groups))]
+            seen = [self._seen_widths(geometry, groups, g) for g in range(len(groups))]
             embedded = [len(self.scale)] * (LOOKBACK + 1)
             self.groups = [
                 _Group.read(state, g, embedded + seen[g], widths_of(geometry, layers))
@@ -137,15 +139,23 @@ class LinearPredictor(Predictor):
         number = len(context.restored)
         layers = range(number * self.layers_per_group, number * self.layers_per_group + len(like) // 2)
         positions = torch.from_numpy(np.ascontiguousarray(context.positions, np.int64))
-        flat = self.groups[number].predict(self._features(context, layers.start, positions))
+        group = self.groups[number]
+        flat = group.predict(self._features(context, layers.start, positions, group.centre))
         return self.rope.inverse(flat, like, layers, positions)
 
-    def _features(self, context: Context, start: int, positions: Tensor) -> Tensor:
+    def _seen_widths(self, geometry: Geometry, groups: list[range], g: int) -> list[int]:
+        """Columns of the features of restored layers, side by side."""
+        return widths_of(geometry, groups[g - 1][-SEEN_LAYERS:]) * (1 + self.reach) if g else []
+
+    def _features(self, context: Context, start: int, positions: Tensor, centre: Tensor) -> Tensor:
         ids = [context.tokens, *context.earlier.T]
         found = [_looked_up(self.table, torch.from_numpy(np.ascontiguousarray(i, np.int64))) * self.scale for i in ids]
         if context.restored:
             before = [side.float() for side in context.restored[-1][-2 * SEEN_LAYERS :]]
-            found.append(self.rope.forward(before, range(start - len(before) // 2, start), positions))
+            rows = self.rope.forward(before, range(start - len(before) // 2, start), positions)
+            average = centre[len(ids) * len(self.scale) :].view(1 + self.reach, -1)
+            follows = torch.from_numpy(context.follows)
+            found += [rows, *(_shifted(rows, back, average[back], follows) for back in range(1, self.reach + 1))]
         return torch.cat(found, dim=1)
 
 
@@ -160,6 +170,8 @@ class _Group:
         """Of rows with so many `features` and `numbers` by block. Raises ValueError, KeyError."""
         down = restored(state[f"down.{g}"], state[f"down_scale.{g}"], features).T.contiguous()
         up = restored(state[f"up.{g}"], state[f"up_scale.{g}"], numbers)
+        if f"quiet.{g}" in state:
+            up = torch.cat([up, from_nibbles(state[f"quiet.{g}"], state[f"quiet_scale.{g}"], numbers)])
         rows = [torch.from_numpy(np.array(state[f"{name}.{g}"])).float() for name in ("centre", "spread", "mean")]
         centre, spread, mean = rows
         fits = centre.shape == spread.shape == (len(down),) and mean.shape == (up.shape[1],)
@@ -169,76 +181,52 @@ class _Group:
             raise ValueError(f"group {g} has features that do not vary")
         return cls(centre, spread, down, up, mean)
 
-    def predict(self, features: Float32[Tensor, "tokens features"]) -> Float32[Tensor, "tokens numbers"]:
-        return self.mean + ((features - self.centre) / self.spread) @ self.down @ self.up
+    def predict(
+        self, features: Float32[Tensor, "tokens features"], last: int | None = None
+    ) -> Float32[Tensor, "tokens numbers"]:
+        """All numbers, or so many last ones."""
+        some = slice(0 if last is None else self.up.shape[1] - last, None)
+        return self.mean[some] + ((features - self.centre) / self.spread) @ self.down @ self.up[:, some]
 
 
-class _Moments:
-    """First and second moments of features φ (T, F) with targets y (T, P), summed in float32 about the first rows."""
+class _Restoring:
+    """The features of a group's last layers as a restore would give them, or without a generator as they are."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, group: _Group, left: Restoring, layers: range, rope: Rope, reach: int):
+        self.group, self.left, self.layers, self.rope, self.reach = group, left, layers, rope, reach
 
-    def add(self, features: Tensor, y: Tensor) -> None:
-        if not self.count:
-            self.origin = features.mean(dim=0), y.mean(dim=0)
-            sizes = features.shape[1], y.shape[1]
-            self.sums = torch.zeros(sizes[0]), torch.zeros(sizes[1])
-            self.gram, self.cross = torch.zeros(sizes[0], sizes[0]), torch.zeros(sizes)
-            self.squares = torch.zeros(sizes[1])
-        f, y = features - self.origin[0], y - self.origin[1]
-        self.sums[0].add_(f.sum(dim=0))
-        self.sums[1].add_(y.sum(dim=0))
-        self.gram.addmm_(f.T, f)
-        self.cross.addmm_(f.T, y)
-        self.squares.add_(y.square().sum(dim=0))
-        self.count += len(f)
-
-    @property
-    def centre(self) -> Tensor:
-        return self.origin[0] + self.sums[0] / self.count
-
-    @property
-    def mean(self) -> Tensor:
-        return self.origin[1] + self.sums[1] / self.count
-
-    @property
-    def spread(self) -> Tensor:
-        variance = self.gram.diagonal() / self.count - (self.sums[0] / self.count).square()
-        return variance.clamp(min=1e-12).sqrt()
-
-    @property
-    def variance(self) -> Tensor:
-        return (self.squares / self.count - (self.sums[1] / self.count).square()).clamp(min=0)
-
-    def solve(self, roots: list[Tensor], rank: int, embedded: int) -> tuple[Tensor, Tensor]:
-        """D (F, R) and U (R, P) for targets weighted with the roots; features from `embedded` on will be restored."""
-        f, y = (s / self.count for s in self.sums)
-        spread = self.spread
-        gram = ((self.gram / self.count - torch.outer(f, f)) / torch.outer(spread, spread)).double()
-        cross = (self.cross / self.count - torch.outer(f, y)) / spread[:, None]
-        weighted = _times(cross, roots).double()
-        penalty = torch.full((len(f),), RIDGE, dtype=torch.float64)
-        penalty[embedded:] = CLOSED if embedded else RIDGE
-        solution = torch.linalg.solve(gram + torch.diag(penalty), weighted)
-        half = torch.linalg.cholesky(gram + torch.diag(penalty)).T @ solution
-        explained, left = torch.linalg.eigh(half @ half.T)
-        rank = min(rank, int((explained > explained[-1] * 1e-10).sum()), half.shape[1])
-        basis = left[:, -rank:].flip(1).T @ half / explained[-rank:].flip(0).sqrt()[:, None]
-        return (solution @ basis.T).float(), _times(
-            basis.float(), [torch.linalg.inv(a.double()).float() for a in roots]
-        )
+    def __call__(self, features: Tensor, cache: KVCache, generator: torch.Generator | None) -> list[Tensor]:
+        found = x = _rows(cache, self.layers, self.rope)
+        if generator is not None:
+            p = self.group.predict(features, x.shape[1])
+            found = p + self.left(x - p, generator)
+            found[:SINKS] = x[:SINKS]  # they are fine
+        far = torch.arange(len(x)) > SINKS  # what sinks are like would be all that the features say
+        return [found, *(_shifted(found, back, found.mean(dim=0), far) for back in range(1, self.reach + 1))]
 
 
-def _roots(metric: list[Tensor], layers: range, moment: _Moments) -> list[Tensor]:
-    spreads = torch.split(moment.variance, [len(metric[i]) for i in layers])
-    return [root(metric[i], spread, SHRINK) for i, spread in zip(layers, spreads, strict=True)]
+def _table(calibration: Calibration, metric: Metric, rope: Rope, layers: range, columns: int) -> dict[str, np.ndarray]:
+    """Embeddings by the directions from which the first group is foreseen best."""
+    embeddings = _normalised(calibration.model.get_input_embeddings().weight.detach().float())
+    moment = Moments()
+    for tokens, cache in calibration.caches("embeddings"):
+        moment.add(embeddings[torch.from_numpy(tokens)], _rows(cache, layers, rope))
+    down = moment.solve(roots_of(metric.layers, layers, moment), columns, 0)[0]
+    table = ((embeddings - moment.centre) / moment.spread) @ down
+    scale = table.abs().amax(dim=0).clamp(min=1e-6) / 127
+    return {"table": (table / scale).round().to(torch.int8).numpy(), "table_scale": scale.numpy()}
 
 
-def _times(rows: Tensor, blocks: list[Tensor]) -> Tensor:
-    """Rows (N, P) times a matrix of diagonal blocks."""
-    parts = torch.split(rows, [len(b) for b in blocks], dim=1)
-    return torch.cat([part @ block for part, block in zip(parts, blocks, strict=True)], dim=1)
+def _rows(cache: KVCache, layers: range, rope: Rope) -> Tensor:
+    """[K before RoPE, V, …] (T, P)."""
+    x = [side.float() for i in layers for side in (cache.layers[i].keys, cache.layers[i].values)]
+    return rope.forward(x, layers, torch.arange(x[0].shape[1]))
+
+
+def _embedded(table: Tensor, tokens: np.ndarray) -> Tensor:
+    """Of each token and those before it, side by side."""
+    ids = [torch.from_numpy(_before(tokens, back)) for back in range(LOOKBACK + 1)]
+    return torch.cat([_looked_up(table, i) for i in ids], dim=1)
 
 
 def _groups(layers: int, per_group: int) -> list[range]:
@@ -249,6 +237,18 @@ def _before(tokens: np.ndarray, back: int) -> np.ndarray:
     ids = np.full(len(tokens), -1, np.int64)
     ids[back:] = tokens[: len(tokens) - back]
     return ids
+
+
+def _shifted(rows: Tensor, back: int, average: Tensor, follows: Tensor) -> Tensor:
+    """Rows (T, F) of the tokens `back` before each; the `average` where one between them and it does not follow."""
+    linked = follows.clone()
+    for step in range(1, back):
+        linked[step:] &= follows[:-step]
+    linked[:back] = False
+    found = average.expand_as(rows).clone()
+    there = linked.nonzero()[:, 0]
+    found[there] = rows[there - back]
+    return found
 
 
 def _looked_up(table: Tensor, ids: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ calibration text; then the metric once more, between layers too, in the few hund
 with h = Uᵀ A⁻¹ g of gradients g, M = E[h hᵀ/w] mixed with its diagonal, W = U M^½ Q, Q the eigenvectors of
 M^½ Λ M^½ and Λ the variances along U.
 
-The profile holds the way back, G = (W⁺)ᵀ A⁻¹ (C, P), all that a decoder needs: its first `LOUD` rows in float16, the
-others in int8. The encoder takes the c that G brings closest to r in the metric, c = r F Gᵀ (G F Gᵀ)⁻¹ with F = A²;
-so rounding G costs a little of its span and no consistency, and A may be as rough as int8.
+The profile holds the way back, G = (W⁺)ᵀ A⁻¹ (C, P), all that a decoder needs: its first `LOUD` rows in float16, those
+up to `QUIET` in int8, the others in nibbles. The encoder takes the c that G brings closest to r in the metric,
+c = r F Gᵀ (G F Gᵀ)⁻¹ with F = A²; so rounding G costs a little of its span and no consistency, and A may be as rough as
+int8.
 
 w = 2^n, n a whole number that the encoder finds from the token's own numbers x (`weights.py`). The decoder cannot
 foresee it (a sink looks like any other "the" until it is one), so n goes with the coefficients, as a column in front.
@@ -40,7 +41,7 @@ from ..geometry import Geometry
 from ..metric import loss_metric, root
 from ..profile import Profile
 from ..rope import Rope
-from ..rounding import is_triangle, restored, rounded, symmetric, triangle, widths_of
+from ..rounding import from_nibbles, in_nibbles, is_triangle, restored, rounded, symmetric, triangle, widths_of
 from ..stages import Transform
 from .basis import balanced, felt_along, groups_of, leading, left_over, residuals, rows_of, spreads_of, times, way_back
 from .weights import LEAST, MOST, Weights
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 SHRINK = 0.05
 STRIDE = 2  # of the calibration tokens so many make one that counts for the basis
 FELT = 150  # leading coefficients in which the energy of a gradient tells a token's weight
-LOUD = 64
+LOUD, QUIET = 64, 128
 MARK = 16  # more than MOST − LEAST
 USUAL = 0.95  # of tokens that have a smaller log2 w than anything like a sink
 
@@ -71,9 +72,10 @@ class WeightedKLT(Transform):
 
     def fit(self, calibration: Calibration, fitted: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Rotary state as of rope/1; `root.{layer}` int8 (P(P+1)/2,) with `root_scale.{layer}` float32 (P,)
-        (`rounding.triangle`); per group, by its first layer, G as `loud` float16 (`LOUD`, P) and `basis` int8
-        (C − `LOUD`, P) with `basis_scale` float32; `variance` float32 (C,), `weight` float32 (P,) with `level`
-        float32 (1,), which give n; and where C < P `spread` float32 (P,) and `sink` float32 (1,), n of first tokens.
+        (`rounding.triangle`); per group, by its first layer, G as `loud` float16 (`LOUD`, P), `basis` int8
+        (`QUIET` − `LOUD`, P) and `quiet` uint8 (C − `QUIET`, P/2; `rounding.in_nibbles`), these with `basis_scale` and
+        `quiet_scale` float32; `variance` float32 (C,), `weight` float32 (P,) with `level` float32 (1,), which give n;
+        and where C < P `spread` float32 (P,) and `sink` float32 (1,), n of first tokens.
         (int8 alone is too rough for G: numbers of sinks are so large that what it leaves of them costs more than all
         steps.)
 
@@ -110,7 +112,9 @@ class WeightedKLT(Transform):
                 state[f"sink.{first}"] = torch.stack(like_a_sink).amax(dim=0, keepdim=True).ceil().numpy()
             back = way_back(basis, blocks[g])
             state |= {f"loud.{first}": back[:LOUD].half().numpy(), f"variance.{first}": variance.numpy()}
-            state[f"basis.{first}"], state[f"basis_scale.{first}"] = rounded(back[LOUD:], widths)
+            state[f"basis.{first}"], state[f"basis_scale.{first}"] = rounded(back[LOUD:QUIET], widths)
+            if len(back) > QUIET:
+                state[f"quiet.{first}"], state[f"quiet_scale.{first}"] = in_nibbles(back[QUIET:], widths)
             state[f"weight.{first}"] = weights.direction.numpy()
             state[f"level.{first}"] = np.array([weights.level], np.float32)
         return state
@@ -195,7 +199,9 @@ class _Group:
         try:
             roots = [(state[f"root.{i}"], state[f"root_scale.{i}"]) for i in layers]
             loud, weight, level, variance = (state[f"{n}.{first}"] for n in ("loud", "weight", "level", "variance"))
-            basis = restored(state[f"basis.{first}"], state[f"basis_scale.{first}"], widths)
+            rows = [restored(state[f"basis.{first}"], state[f"basis_scale.{first}"], widths)]
+            if f"quiet.{first}" in state:
+                rows.append(from_nibbles(state[f"quiet.{first}"], state[f"quiet_scale.{first}"], widths))
         except KeyError as error:
             missing = f"transform.{error.args[0]}"
             raise ProfileMismatch(f"the profile has no {missing}: it was made for another recipe") from None
@@ -206,13 +212,13 @@ class _Group:
         sizes = [geometry.layers[i].numbers_per_token for i in layers]
         fits = all(is_triangle(*packed, n) for packed, n in zip(roots, sizes, strict=True))
         fits = fits and loud.ndim == 2 and loud.shape[1] == len(weight) == len(spread) == sum(widths)
-        fits = fits and variance.shape == (len(loud) + len(basis),)
+        fits = fits and variance.shape == (len(loud) + sum(map(len, rows)),)
         fits = (
             fits and weight.ndim == spread.ndim == 1 and level.shape == sink.shape == (1,) and bool((spread > 0).all())
         )
         if not (fits and all(np.isfinite(t).all() for t in (loud, weight, level, spread))):
             raise ProfileMismatch(f"the profile's transform of layers from {first} on does not fit this cache")
-        inverse = torch.cat([torch.from_numpy(np.array(loud)).float(), basis])
+        inverse = torch.cat([torch.from_numpy(np.array(loud)).float(), *rows])
         weights = Weights(torch.from_numpy(np.array(weight)).float(), float(level[0]))
         left = torch.from_numpy(np.array(spread)).float() if f"spread.{first}" in state else None
         return cls(inverse, roots, left, weights, float(sink[0]))
