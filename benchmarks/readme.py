@@ -25,10 +25,14 @@ def main() -> int:
     tables = {README: {"info": _info(result), "results": _results(result), "quality": _quality(quality, speed)}}
     if (RESULTS / "quantizers.json").is_file():  # twenty minutes of both cores
         tables[QUANTIZERS] = {"study": _study(json.loads((RESULTS / "quantizers.json").read_text()))}
-    for page, name, table in ((EVALUATION, "encyclopedia", _encyclopedia), (RISK, "reduced", _reduced)):
-        file = RESULTS / f"{'bench-encyclopedia' if page is EVALUATION else 'reduce'}.json"
-        if file.is_file():  # half an hour of both cores each
-            tables[page] = {name: table(json.loads(file.read_text()))}
+    for page, name, file, table in (
+        (EVALUATION, "encyclopedia", "bench-encyclopedia", _encyclopedia),
+        (EVALUATION, "peers", "peers_validation", _peers),
+        (RISK, "reduced", "reduce", _reduced),
+    ):
+        path = RESULTS / f"{file}.json"
+        if path.is_file():  # up to half an hour of both cores each
+            tables.setdefault(page, {})[name] = table(json.loads(path.read_text()))
     stale = []
     for page, named in tables.items():
         fresh = text = page.read_text()
@@ -199,6 +203,35 @@ def _encyclopedia(result: dict[str, Any]) -> str:
     where = (
         f"{len(result['windows'])} articles of WikiText-2's test text, {result['rows'][0]['tokens']:,} + 384 tokens "
         f"each, commit {result['machine']['commit']}; from `benchmarks/results/bench-encyclopedia.json`."
+    )
+    return "\n".join([where, "", *("| " + " | ".join(row) + " |" for row in table)])
+
+
+def _peers(result: dict[str, Any]) -> str:
+    """Packaged peers beside figures from elsewhere, measured the same way."""
+    setting = result["setting"]
+    table = [
+        ("peer", "KL elsewhere", "KL here [95 %]", "ratio", "best tokens alike, elsewhere / here", "prefix alone"),
+        ("---", *["---:"] * 5),
+    ]
+    for row in result["rows"]:
+        low_high, alone = row["kl_ci"], row["kl_of_prefix_alone"]
+        interval = f" [{low_high[0]:.2g}, {low_high[1]:.2g}]" if low_high else ""
+        table.append(
+            (
+                f"`{row['peer']}`",
+                f"{row['elsewhere']:.2g}",
+                f"{row['kl']:.2g}{interval}",
+                f"{row['ratio']:.2f}{'' if row['within'] else ' (outside)'}",
+                f"{row['top1_elsewhere']:.3f} / {row['top1']:.3f}",
+                "–" if alone is None else f"{alone:.2g}",
+            )
+        )
+    left_out = "".join(f" Left out: `{name}` ({why})." for name, why in result["left_out"].items())
+    where = (
+        f"{setting['windows']} windows of {setting['prefix']:,} + {setting['read']} tokens "
+        f"({', '.join(result['texts'])}), commit {result['machine']['commit']}; from "
+        f"`benchmarks/results/peers_validation.json`.{left_out}"
     )
     return "\n".join([where, "", *("| " + " | ".join(row) + " |" for row in table)])
 

@@ -231,3 +231,16 @@ def test_bytes_at_a_divergence_are_read_off_the_curve() -> None:
     assert not second["within"]
     assert first["ratios_of_rounded_kl"] == pytest.approx([(0.0085 / 0.008) ** -0.5, (0.0075 / 0.008) ** -0.5])
     assert not validate_kvtc.compared(points[1:])[0]["inside"]
+
+
+def test_a_stopped_validation_goes_on_with_the_point_it_lacks(tmp_path: Path) -> None:
+    kept, measured = tmp_path / "baselines" / "points.json", []
+
+    def point(size: float) -> dict[str, object]:
+        measured.append(size)
+        figures = {"payload_b_per_token": 1.0, "total_b_per_token": 2.0, "kl": 0.1, "delta_ppl": 0.1}
+        return {"code": "grouped", "step": size, "dead_zone": 0.5, **figures}
+
+    for sizes in ([0.5], [0.5, 1.2], [1.2, 0.5]):
+        assert [validate_kvtc._point(kept, str(at), lambda at=at: point(at))["step"] for at in sizes] == sizes
+    assert measured == [0.5, 1.2]

@@ -9,18 +9,22 @@ of wt2_valid one after the other, 988 of each, those that would be coded.
 
 Two views of the same curve, since DESIGN gives the prototype's KL with one or two digits and its step sizes not at all:
 bytes at its KL, interpolated, with the range of its rounding; and bytes and KL at the steps that give its bytes.
-Writes benchmarks/results/kvtc_validation.json, with bfloat16 (slow on most CPUs: two steps, float32 calibration if
-kept) only that part of it.
+Points are kept under `home()/baselines`, so a second run goes on where one was stopped; `--keep` does the same for what
+calibration read. Writes benchmarks/results/kvtc_validation.json, with bfloat16 (slow on most CPUs: two steps, float32
+calibration if kept) only that part of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +34,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from baselines import calibration, klt, kvtc
+from baselines import allocation, calibration, klt, kvtc, rotary
 from baselines.rotary import Pairs, frequencies, layers, matrices
 from baselines.text import windows
 from common import RESULTS, machine, rounded, write_result
@@ -64,7 +68,7 @@ class Harm(NamedTuple):
 
 def main() -> None:
     options = _options()
-    torch.set_num_threads(2)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     from transformers import AutoTokenizer
 
     from realcache import load
@@ -74,37 +78,55 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tune = windows(options.data / "wt2_valid.txt", tokenizer, *CALIBRATION, CALIBRATION[1])
     test = windows(options.data / "wt2_test.txt", tokenizer, WINDOWS, PREFIX + SCORED, STRIDE)
-    _say("calibration")
-    parts, reused = _gathered(model, tune, options.keep)
-    coder = klt.fit(*(torch.cat(side) for side in zip(*parts, strict=True)), _shape(model.config))
-    _say("uncompressed caches")
-    uncompressed = [reference(model, ids) for ids in test]
-    result: dict[str, Any] = {
-        "setting": {
-            "dtype": options.dtype,
-            "prefix": PREFIX,
-            "scored": SCORED,
-            "windows": WINDOWS,
-            "calibration_tokens": len(coder.training[0]),
-            "calibration_reused": reused,
-        },
-        "points": [],
-    }
+    reused = bool(options.keep and _calibration_file(options.keep).exists())
+    kept = home() / "baselines" / f"kvtc-validation-{_key(model, tune, test)}.json"
+    parts = cache(lambda: _gathered(model, tune, options.keep))
+    coder = cache(lambda: klt.fit(*(torch.cat(side) for side in zip(*parts(), strict=True)), _shape(model.config)))
+    learned = cache(lambda: calibration.fitted(parts(), frequencies(model), _shape(model.config)))
+    uncompressed = cache(lambda: [reference(model, ids) for ids in test])
+    points, result = [], {}
     for zone, sizes in (STEPS if whole else INFERRED).items():
         for size in sizes:
-            result["points"].append(grouped_point(model, uncompressed, coder, size, zone))
-            _say(_line(result["points"][-1]))
-        points = [p for p in result["points"] if p.get("dead_zone") == zone]
-        result[f"grouped_{zone}"] = compared(points)
-        result |= {f"grouped_{zone}_at_steps": at_steps(points, steps) for z, steps in INFERRED.items() if z == zone}
-    if whole:
-        _say("KVTC's calibration")
-        learned = calibration.fitted(parts, frequencies(model), _shape(model.config))
+            measure = partial(lambda *at: grouped_point(model, uncompressed(), coder(), *at), size, zone)
+            points.append(_point(kept, f"grouped {zone} {size}", measure))
+        of_zone = [p for p in points if p.get("dead_zone") == zone]
+        result[f"grouped_{zone}"] = compared(of_zone)
+        result |= {f"grouped_{zone}_at_steps": at_steps(of_zone, steps) for z, steps in INFERRED.items() if z == zone}
     for budget in BUDGETS if whole else ():
-        result["points"].append(kvtc_point(model, uncompressed, learned.state([budget]), budget))
-        _say(_line(result["points"][-1]))
-    print("\n".join(_line(point) for point in result["points"]))
-    _write(options, result)
+        measure = partial(lambda at: kvtc_point(model, uncompressed(), learned().state([at]), at), budget)
+        points.append(_point(kept, f"kvtc {budget}", measure))
+    setting = {
+        "dtype": options.dtype,
+        "prefix": PREFIX,
+        "scored": SCORED,
+        "windows": WINDOWS,
+        "calibration_tokens": CALIBRATION[0] * (CALIBRATION[1] - kvtc.SINKS - kvtc.RECENT),
+        "calibration_reused": reused,
+    }
+    _write(options, {"setting": setting, "points": points, **result})
+
+
+def _key(model: Any, tune: Tensor, test: Tensor) -> str:
+    """What a point depends on: the model and its dtype, all tokens, and the source of this and of what it measures."""
+    from kvcellar.frontends.fingerprint import identity_of_model
+
+    modules = (allocation, calibration, klt, kvtc, rotary)
+    source = [Path(str(at)).read_text(encoding="utf-8") for at in (__file__, *(m.__file__ for m in modules))]
+    said = [identity_of_model(model).digest, str(model.dtype), torch.__version__, tune.tolist(), test.tolist(), source]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+
+
+def _point(kept: Path, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A point of an earlier run that was stopped, or what `measure` gives, which is kept for the next one."""
+    done: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    if name not in done:
+        done[name] = measure()
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        part = kept.with_suffix(".part")
+        part.write_text(json.dumps(done), encoding="utf-8")
+        part.replace(kept)
+    _say(_line(done[name]))
+    return done[name]
 
 
 def _write(options: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -132,12 +154,16 @@ def _shape(config: Any) -> tuple[int, int, int]:
     return config.num_hidden_layers, config.num_key_value_heads, config.head_dim
 
 
-def _gathered(model: Any, tune: Tensor, keep: Path | None) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-    """Pre-RoPE keys and values of each calibration window, and whether they were kept from another run."""
-    path = keep and keep / "kvtc-calibration.safetensors"
+def _calibration_file(keep: Path) -> Path:
+    return keep / "kvtc-calibration.safetensors"
+
+
+def _gathered(model: Any, tune: Tensor, keep: Path | None) -> list[tuple[Tensor, Tensor]]:
+    """Pre-RoPE keys and values of each calibration window, kept from another run or read now."""
+    path = _calibration_file(keep) if keep else None
     if path and path.exists():
         named = safetensors.torch.load_file(path)
-        return [(named[f"k{i}"], named[f"v{i}"]) for i in range(len(tune))], True
+        return [(named[f"k{i}"], named[f"v{i}"]) for i in range(len(tune))]
     parts = []
     for pair in calibration.read(model, tune):
         parts.append(pair)
@@ -146,7 +172,7 @@ def _gathered(model: Any, tune: Tensor, keep: Path | None) -> tuple[list[tuple[T
         safetensors.torch.save_file(
             {f"{s}{i}": x for i, p in enumerate(parts) for s, x in zip("kv", p, strict=True)}, path
         )
-    return parts, False
+    return parts
 
 
 @torch.inference_mode()

@@ -3,6 +3,11 @@
 Those here run in this environment, and their bytes are those the method really holds: compressed buffers, or the
 packed tensors with scales and zero points of transformers' quantized caches. The others run in environments of their
 own (`outside.py`). A peer whose package or environment is missing raises MissingExtra.
+
+What is judged is a prefix that was saved, so transformers' caches quantize that and nothing behind it. `…-through`
+reads the continuation through the same cache, as `generate` would with it: fp8 codes each new token with the scale of
+the prefix, the others code everything anew whenever 128 tokens have come. That is more harm for the same bytes; it is
+there to be set beside figures that were measured so (`benchmarks/peers_validation.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +29,7 @@ from .coded import Coded as Coded
 from .outside import OUTSIDE, Outside
 
 GROUP = 64
+THROUGH_NOTE = "the continuation is quantized, too, as its tokens come"
 
 
 def _require(package: str) -> None:
@@ -62,8 +69,8 @@ def _blosc2(cache: Any, config: Any) -> Coded:
     return _bytes_codec(encode, blosc2.decompress2)(cache, config)
 
 
-def _quantized(backend: str, package: str | None, **options: Any) -> Callable[..., Coded]:
-    """transformers' QuantizedCache, read back dequantized.
+def _quantized(backend: str, package: str | None, *, through: bool = False, **options: Any) -> Callable[..., Coded]:
+    """transformers' QuantizedCache, read back dequantized; with `through` the cache itself, which codes what follows.
 
     Its backends take whole groups of tokens only: the last `T mod GROUP` go into the full-precision residual, as they
     do while generating, and are counted as that.
@@ -81,15 +88,18 @@ def _quantized(backend: str, package: str | None, **options: Any) -> Callable[..
             quantized.update(layer.keys[:, :, :whole], layer.values[:, :, :whole], index)
             if whole < layer.keys.shape[2]:
                 quantized.update(layer.keys[:, :, whole:], layer.values[:, :, whole:], index)
-        middle = time.perf_counter()
-        back = DynamicCache()
-        for index, layer in enumerate(quantized.layers):
-            back.update(*(side.to(cache.layers[index].keys.dtype) for side in dequantized(layer)), index)
+        save_s = time.perf_counter() - started
         held = sum(
             _held((layer._quantized_keys, layer._quantized_values, layer.keys, layer.values))
             for layer in quantized.layers
         )
-        return Coded(back, held, middle - started, time.perf_counter() - middle)
+        if through:
+            return Coded(quantized, held, save_s, None, note=THROUGH_NOTE)
+        middle = time.perf_counter()
+        back = DynamicCache()
+        for index, layer in enumerate(quantized.layers):
+            back.update(*(side.to(cache.layers[index].keys.dtype) for side in dequantized(layer)), index)
+        return Coded(back, held, save_s, time.perf_counter() - middle)
 
     return run
 
@@ -104,12 +114,20 @@ def _held(value: Any) -> int:
     return sum(map(_held, value)) if isinstance(value, (list, tuple)) else 0
 
 
+_QUANTO = "quanto", "optimum.quanto"
+QUANTIZED: dict[str, Callable[..., Callable[..., Coded]]] = {
+    "hf-fp8": partial(_quantized, "fp8", None),
+    "hf-hqq4": partial(_quantized, "hqq", "hqq", nbits=4, axis_key=1, axis_value=1),
+    "hf-quanto4": partial(_quantized, *_QUANTO, nbits=4, axis_key=0, axis_value=0),
+    "hf-quanto2-axis0": partial(_quantized, *_QUANTO, nbits=2, axis_key=0, axis_value=0),
+    "hf-quanto2-axis-1": partial(_quantized, *_QUANTO, nbits=2, axis_key=-1, axis_value=-1),
+}
+THROUGH = {f"{name}-through": make(through=True) for name, make in QUANTIZED.items()}
 PEERS: dict[str, Callable[..., Coded]] = {
     "zstd-3": _zstd,
     "blosc2": _blosc2,
-    "hf-fp8": _quantized("fp8", None),
-    "hf-hqq4": _quantized("hqq", "hqq", nbits=4, axis_key=1, axis_value=1),
-    "hf-quanto4": _quantized("quanto", "optimum.quanto", nbits=4, axis_key=0, axis_value=0),
+    **{name: make() for name, make in QUANTIZED.items()},
+    **THROUGH,
     **OUTSIDE,
 }
 
@@ -129,6 +147,6 @@ def coded_by(
 
 
 def gives_cache(name: str) -> bool:
-    """Whether what the peer `name` keeps can be asked by a model here."""
+    """Whether what the peer `name` keeps can be asked by a model here, and is the prefix's alone."""
     peer = PEERS[name]
-    return not isinstance(peer, Outside) or peer.gives_cache
+    return name not in THROUGH and (not isinstance(peer, Outside) or peer.gives_cache)

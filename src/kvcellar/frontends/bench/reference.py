@@ -37,12 +37,30 @@ SINKS, RECENT = 4, 32
 def continuation_logits(model: Any, following: Sequence[int], cache: Any) -> Tensor:
     """Logits (n − 1, V) that predict tokens 1…n−1 of `following`, read behind `cache`, which grows.
 
-    The cache is widened to the dtype that the model computes in.
+    The cache is widened to the dtype that the model computes in. One that quantizes what it is fed is fed so much at a
+    time that the tokens read what they would if they came one by one.
     """
+    read = []
     with torch.inference_mode():
         widened = held_in(cache, model.dtype)
-        logits: Tensor = model(torch.tensor([list(following)]), cache=widened, use_cache=True).logits[0, :-1]
-    return logits
+        for ids in torch.tensor([list(following)]).split(_pieces(widened, len(following)), dim=1):
+            read.append(model(ids, cache=widened, use_cache=True).logits[0])
+    return torch.cat(read)[:-1]
+
+
+def _pieces(cache: Any, tokens: int) -> list[int]:
+    """Tokens of each call: up to where a transformers QuantizedLayer codes its residual, which the token that fills it
+    still reads in full precision. All at once for any other cache, fp8 ones included: they code each token by itself.
+    """
+    layer = next(iter(cache.layers), None)
+    most = getattr(layer, "residual_length", None)
+    if layer is None or most is None:
+        return [tokens]
+    residual = layer.keys.shape[-2] if layer.keys.dim() == 4 else 0
+    pieces = [min(max(1, most - residual), tokens)]
+    while sum(pieces) < tokens:
+        pieces.append(min(most, tokens - sum(pieces)))
+    return pieces
 
 
 def empty_positions(prefix: int) -> list[int]:
