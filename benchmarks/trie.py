@@ -1,15 +1,15 @@
 """The language trie: memory and look-up time at 100,000 sessions, its file, `find` with and without it, a real model.
 
-    python benchmarks/trie.py [--model DIR] [--parts sessions,chat,folder,model] [--sessions N]
+    python benchmarks/trie.py [--model DIR] [--parts sessions,chat,file,folder,model] [--sessions N]
 
 Sessions are token ids of Python's reference topics and standard library under the demo model's tokenizer. Half of them
 begin as a system prompt of their own does, the others part from an earlier session somewhere, as chats and retries do;
 200 to 400 tokens each. Their probabilities are the tokens' frequencies in that text: a model's would take hours, and
 the trie does not care. `chat`: one text of 4,000 tokens stored again after every token, the deepest trie there is, and
-after every 32. `folder`: 1,000 archives found by opening each, and by the trie. `model`: what keeping probabilities
-costs a prefill, and how deep the paper's two sentences lie. Each part is written when it is done; --parts repeats some
-and keeps the others. One core. Prints progress and one JSON line; writes benchmarks/results/trie.json. Needs the extra:
-pip install -e '.[hf]'.
+after every 32. `file`: a tenth of the sessions written and read. `folder`: 1,000 archives found by opening each, and by
+the trie. `model`: what keeping probabilities costs a prefill, and how deep the paper's two sentences lie. Each part is
+written when it is done; --parts repeats some and keeps the others. Times are processor time where nothing else is said.
+One core. Prints progress and one JSON line; writes benchmarks/results/trie.json. Needs the extra [hf].
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +68,12 @@ def _options() -> argparse.Namespace:
 
 
 def text_of(model: Path) -> np.ndarray:
-    """uint32 (T,), kept beside the model's bench files: reading the library takes longer than the measurements."""
+    """uint32 (T,), kept beside the bench's files. Another process makes it: its memory would blur the figures."""
     kept = home() / "bench" / "trie-text.npy"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        np.save(kept, token_ids(model).astype(np.uint32))
+        with ProcessPoolExecutor(1, get_context("spawn")) as other:
+            np.save(kept, other.submit(token_ids, model).result().astype(np.uint32))
     return np.load(kept)
 
 
@@ -100,7 +103,7 @@ def many(options: argparse.Namespace) -> dict[str, Any]:
     text = text_of(options.model)
     log2 = np.log2(np.bincount(text) / len(text), where=np.bincount(text) > 0, out=np.zeros(int(text.max()) + 1))
     gc.collect()
-    before, trie, started = resident_mb(), LanguageTrie(49_152), time.perf_counter()
+    before, trie, started = resident_mb(), LanguageTrie(49_152), time.process_time()
     tokens, kept = 0, []
     rng = np.random.default_rng(1)
     for number, (name, ids) in enumerate(sessions(text, options.sessions)):
@@ -110,13 +113,11 @@ def many(options: argparse.Namespace) -> dict[str, Any]:
             kept.append(np.concatenate([ids[: int(rng.integers(1, len(ids) + 1))], text[:50]]))
         if number % 20_000 == 19_999:
             print(f"  {number + 1:,} sessions, {resident_mb() - before:.0f} MB", file=sys.stderr, flush=True)
-    built = time.perf_counter() - started
+    built = time.process_time() - started
     gc.collect()
     taken = resident_mb() - before
     nodes = len(trie._start)
     longest, nearest = (times_ms(call, kept) for call in (trie.longest_prefix, trie.nearest))
-    with tempfile.TemporaryDirectory() as folder:
-        file = written_and_read(trie, Path(folder))
     return {
         "sessions": len(trie),
         "tokens": tokens,
@@ -126,27 +127,30 @@ def many(options: argparse.Namespace) -> dict[str, Any]:
         "add_s": built,
         "longest_prefix": longest,
         "nearest": nearest,
-        "file": file,
     }
 
 
-def written_and_read(trie: LanguageTrie, folder: Path) -> dict[str, Any]:
+def file(options: argparse.Namespace) -> dict[str, Any]:
     from kvcellar.frontends.trielog import TrieLog
     from kvcellar.identity import Identity
     from kvcellar.store.local import LocalStore
 
+    text, trie = text_of(options.model), LanguageTrie()
+    for name, ids in sessions(text, options.sessions // 10):
+        trie.add(name, ids, np.full(len(ids), -5.0))
     key, stamp = trie_key(Identity.named("bench"), ""), Stamp(1, 2, 3, 4)
-    log = TrieLog(LocalStore(folder), key)
-    started = time.perf_counter()
-    with log.writing() as file:
-        log.append(file, (Entry(n, stamp, trie.tokens_of(n), trie.log2_probs_of(n)) for n in trie.names()))
-    written = time.perf_counter() - started
-    nbytes, started = log.path.stat().st_size, time.perf_counter()
-    again, back = TrieLog(LocalStore(folder), key), LanguageTrie()
-    for entry in again.read():
-        back.add(entry.name, entry.tokens, entry.log2_probs)
-    assert len(back) == len(trie)
-    return {"bytes": nbytes, "write_s": written, "read_and_build_s": time.perf_counter() - started}
+    with tempfile.TemporaryDirectory() as folder:
+        log, started = TrieLog(LocalStore(folder), key), time.process_time()
+        with log.writing() as written:
+            log.append(written, (Entry(n, stamp, trie.tokens_of(n), trie.log2_probs_of(n)) for n in trie.names()))
+        write_s, started = time.process_time() - started, time.process_time()
+        again, back = TrieLog(LocalStore(folder), key), LanguageTrie()
+        for entry in again.read():
+            back.add(entry.name, entry.tokens, entry.log2_probs)
+        read_s = time.process_time() - started
+        assert len(back) == len(trie)
+        nbytes = log.path.stat().st_size
+    return {"sessions": len(trie), "bytes": nbytes, "write_s": write_s, "read_and_build_s": read_s}
 
 
 def chat(options: argparse.Namespace) -> dict[str, Any]:
@@ -228,13 +232,20 @@ def model(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def times_ms(call: Callable[[Any], object], asked: list[np.ndarray]) -> dict[str, float]:
-    times = []
+    """Processor time of a call, which other programs on the machine do not add to, and the median wall time."""
+    times, walls = [], []
     call(asked[0])
     for ids in asked:
-        started = time.perf_counter()
+        started, wall = time.thread_time(), time.perf_counter()
         call(ids)
-        times.append((time.perf_counter() - started) * 1e3)
-    return {"median_ms": statistics.median(times), "p99_ms": float(np.quantile(times, 0.99)), "worst_ms": max(times)}
+        times.append((time.thread_time() - started) * 1e3)
+        walls.append((time.perf_counter() - wall) * 1e3)
+    return {
+        "median_ms": statistics.median(times),
+        "p99_ms": float(np.quantile(times, 0.99)),
+        "worst_ms": max(times),
+        "wall_median_ms": statistics.median(walls),
+    }
 
 
 def resident_mb() -> float:
@@ -249,18 +260,20 @@ def claims(result: dict[str, Any]) -> list[dict[str, Any]]:
         many, name = result["sessions"], f"{result['sessions']['sessions']:,} sessions"
         mb, ms = many["memory_mb"], many["nearest"]["p99_ms"]
         rows.append((f"{name} within {LIMIT_MB} MB", mb <= LIMIT_MB, f"{mb:.0f} MB"))
-        rows.append((f"{name}: 99 of 100 look-ups below {LIMIT_MS} ms", ms < LIMIT_MS, f"nearest {ms:.3f} ms"))
+        rows.append(
+            (f"{name}: 99 of 100 look-ups below {LIMIT_MS} ms", ms < LIMIT_MS, f"nearest {ms:.3f} ms of processor time")
+        )
     if "chat" in result:
         for turn in result["chat"]["turns"]:
             ms, name = (
                 turn["longest_prefix"]["median_ms"],
                 f"a chat stored after every {turn['tokens_a_turn']} of 4,000",
             )
-            rows.append((f"{name} tokens: below {LIMIT_MS} ms", ms < LIMIT_MS, f"{ms:.3f} ms"))
+            rows.append((f"{name} tokens: below {LIMIT_MS} ms", ms < LIMIT_MS, f"{ms:.3f} ms of processor time"))
     return [{"claim": claim, "holds": bool(holds), "figures": figures} for claim, holds, figures in rows]
 
 
-PARTS = {"sessions": many, "chat": chat, "folder": folder, "model": model}
+PARTS = {"sessions": many, "chat": chat, "file": file, "folder": folder, "model": model}
 
 if __name__ == "__main__":
     main()

@@ -136,25 +136,23 @@ class LanguageTrie:
         Raises InvalidInput.
         """
         ids = self._checked(tokens)
-        length, name = self.longest_prefix(ids)
-        if name is None:
+        where = node, inside, length, _ = self._walk(ids)
+        if not length:
             return None
-        same = length == len(ids)
-        if same:  # among the sessions of this cell, one may be the very same
-            node, inside, _, _ = self._walk(ids)
-            same = not inside and node in self._here
-            name = min(str(self._names[session]) for session in self._here[node]) if same else name
-        return Neighbour(name, Kinship(self.cell(ids[:length]), same))
+        here = [] if inside or length < len(ids) else self._here.get(node, [])  # sessions of just these tokens
+        name = min((str(self._names[session]) for session in here), default=str(self._names[self._first[node]]))
+        return Neighbour(name, Kinship(self._cell(where, length), bool(here)))
 
     def cell(self, tokens: object) -> Cell:
         """The cell of a sequence. Tokens that no session has there are unknown. Raises InvalidInput."""
         ids = self._checked(tokens)
-        node, inside, length, (bits, unknown) = self._walk(ids)
-        if inside:
-            start = self._start[node]
-            more, missing = known(self._pool_log2[start : start + inside])
-            bits, unknown = bits + more, unknown + missing
-        return Cell(len(ids), unknown + len(ids) - length, bits)
+        return self._cell(self._walk(ids), len(ids))
+
+    def _cell(self, where: tuple[int, int, int, tuple[float, int]], tokens: int) -> Cell:
+        """The cell of `tokens` tokens, of which those lead to `where` that are in the trie."""
+        node, inside, length, (bits, unknown) = where
+        more, missing = known(self._pool_log2[self._start[node] : self._start[node] + inside])
+        return Cell(tokens, unknown + missing + tokens - length, bits + more)
 
     def kinship(self, first: object, second: object) -> Kinship:
         """What two sequences, each token ids or the name of a session, have in common. Raises InvalidInput."""
