@@ -36,6 +36,7 @@ bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/python benchmarks/million.py
 	$(BIN)/python benchmarks/maps.py
 	$(BIN)/python benchmarks/search.py
+	$(BIN)/python benchmarks/trie.py
 	$(BIN)/kvcellar bench --recipes exact --tasks 2 --peers $(SAME_ENVIRONMENT) --out benchmarks/results/bench.json --plot docs/rate-quality.png
 	$(BIN)/kvcellar bench --windows 24 --recipes $(LOSSY) --out benchmarks/results/bench-lossy.json --plot docs/rate-quality-lossy.png
 	$(BIN)/kvcellar bench --windows 4 --continuation 128 --recipes $(LOSSY) --out benchmarks/results/bench-speed.json

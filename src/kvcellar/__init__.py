@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .frontends.recompress import Recompressed, recompress
     from .frontends.reduce import prefill_reduced, reduce_cache
     from .frontends.repair import repair
+    from .frontends.sessions import Nearest, Sessions, nearest
     from .frontends.tree import prefill_tree
     from .frontends.treestream import TreeStream
     from .frontends.weighted import WeightedCache, use_ragged_attention
@@ -36,6 +37,9 @@ _LATER = {
     "batch": "frontends.batch",
     "Found": "frontends.library",
     "Hit": "frontends.search",
+    "Nearest": "frontends.sessions",
+    "Sessions": "frontends.sessions",
+    "nearest": "frontends.sessions",
     "KVCache": "cache",
     "LayerKV": "cache",
     "Restored": "cache",
@@ -61,15 +65,18 @@ __all__ = [
     "KVCache",
     "KVCellarError",
     "LayerKV",
+    "Nearest",
     "Profile",
     "Recipe",
     "Recompressed",
     "Restored",
+    "Sessions",
     "TreeStream",
     "WeightedCache",
     "batch",
     "collect_queries",
     "find",
+    "nearest",
     "open",
     "prefill_reduced",
     "prefill_tree",

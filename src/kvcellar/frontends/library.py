@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
+from torch import Tensor
 
 from ..archive.format import MAGIC
 from ..archive.info import ArchiveInfo, describe
@@ -24,6 +24,7 @@ from ..errors import (
     NotAnArchive,
 )
 from ..identity import Identity, require_same
+from ..language.cells import checked_log2_probs
 from ..profile import Profile
 from ..ready import ready
 from ..recipe import Recipe, find_recipe
@@ -32,8 +33,11 @@ from ..store.local import LocalStore
 from ..symbols import byteplanes as byteplanes  # its kernels load with this module, not in the first restore
 from .archive import Archive
 from .fingerprint import require_every_layer, require_plain_positions
-from .inputs import resolve_identity, take_row, token_ids
+from .inputs import resolve_identity, take_row
 from .reducedfiles import is_reduced, slot_blocks, take_reduced
+from .sessions import Found as Found
+from .sessions import find as find
+from .sessions import remember
 
 Path = str | os.PathLike[str]
 
@@ -54,6 +58,7 @@ def save(
     next_position: int | None = None,
     embed_profile: bool = False,
     reduce_with: Any = None,
+    log2_probs: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ArchiveInfo:
     """Write one sequence's cache to `path`, replacing an archive there at once.
@@ -74,6 +79,9 @@ def save(
         next_position: the position of the token to come, where it is not the one behind the last: models whose images
             take fewer positions than tokens. Such an archive restores only as a whole.
         reduce_with: the model that a recipe with a reduction asks, where `identity` is given in place of `model`.
+        log2_probs: log2 of the model's probability of each stored token given those before it, (T,): finite, at most
+            0, NaN where not known, 0 for a first token that is given. They go into the trie file of the folder
+            (docs/language.md); a failure there is a warning, since the archive itself is whole.
         progress: told how many layers are reduced, and of how many, by a recipe that reduces.
 
     Raises MissingIdentity, TokensMismatch, InvalidInput (also for a multimodal model without `next_position`),
@@ -94,6 +102,9 @@ def save(
         kv, ids, chosen = take_reduced(cache, tokens, chosen, asked, row, attention_mask, positions, progress)
     else:
         kv, ids, first_position = take_row(cache, tokens, row, attention_mask, positions)
+    if isinstance(log2_probs, Tensor):
+        log2_probs = log2_probs.detach().float().cpu().numpy()
+    told = None if log2_probs is None else checked_log2_probs(log2_probs, len(ids))
     if model is not None:
         require_every_layer(model, len(kv.layers))
     if profile is None and not reduced:
@@ -109,6 +120,11 @@ def save(
     with Replaceable(store, name), store.replacing(name) as pending:
         embedded = profile.pack() if manifest.profile_embedded and profile else None
         write_archive(pending, manifest, blocks, embedded, next_position)
+    if told is not None:
+        try:
+            remember(store, name, who, namespace, ids, told)
+        except (KVCellarError, OSError) as error:
+            warnings.warn(f"the tokens' probabilities are not kept: {error}", stacklevel=2)
     with ArchiveReader(store.open_reader(name), namespace) as archive:
         return describe(archive)
 
@@ -183,57 +199,3 @@ def open(
     except BaseException:
         handle.close()
         raise
-
-
-class Found(NamedTuple):
-    """The archive with the longest common prefix, or None; how many tokens match; where and why it ends."""
-
-    path: str | None
-    matched: int
-    reason: str
-
-
-def find(
-    folder: Path,
-    prompt: Any,
-    *,
-    model: Any = None,
-    identity: Identity | str | None = None,
-    namespace: str = "",
-) -> Found:
-    """The archive in `folder` whose tokens share the longest prefix with `prompt`, of this identity and namespace.
-
-    `reason` says what stopped the match, with its index. Archives that cannot be read are passed over with a
-    warning. Raises MissingIdentity, InvalidInput, ArchiveNotFound when there is no such folder.
-    """
-    who = resolve_identity(model, identity)
-    if who is None:
-        raise MissingIdentity("find needs model= or identity=")
-    ids = token_ids(prompt, what="prompt")
-    store = LocalStore(folder)
-    best = Found(None, 0, f"no archive of this model shares a first token with the prompt in {folder}")
-    for name in store.names():
-        if not name.endswith(".kvc"):
-            continue
-        try:
-            with ArchiveReader(store.open_reader(name), namespace) as reader:
-                if reader.manifest.identity != who:
-                    continue
-                matched, stored = reader.match(ids)
-                if matched > best.matched or (best.path is None and matched):
-                    best = Found(str(store.folder / name), matched, _why(reader.tokens, ids, matched, stored))
-                elif best.path is None and stored is not None:
-                    best = Found(None, 0, f"token 0: stored {stored}, prompt {int(ids[0])} (nothing matches)")
-        except (ArchiveNotFound, NotAnArchive):
-            continue
-        except KVCellarError as error:
-            warnings.warn(f"passed over {name}: {error}", stacklevel=2)
-    return best
-
-
-def _why(tokens: int, ids: np.ndarray, matched: int, stored: int | None) -> str:
-    if stored is not None:
-        return f"token {matched}: stored {stored}, prompt {int(ids[matched])}"
-    if matched == tokens:
-        return f"token {matched}: the archive ends here" + (" and so does the prompt" if matched == len(ids) else "")
-    return f"token {matched}: the prompt ends here, the archive goes on to {tokens}"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
-import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...errors import ArchiveNotFound, InvalidInput
 from ...identity import Identity
 from .common import emit, facts, json_option, namespace_option
+
+if TYPE_CHECKING:
+    from ..sessions import Nearest
 
 
 @click.command("find")
@@ -28,6 +31,11 @@ from .common import emit, facts, json_option, namespace_option
 @click.option("--identity", help="Instead of a model: the name under which the archives were saved. Needs --ids.")
 @click.option("--text", type=click.Path(allow_dash=True), help="UTF-8 text file with the prompt, or - for stdin.")
 @click.option("--ids", help="The prompt as token ids, separated by commas or spaces, or - for stdin.")
+@click.option(
+    "--nearest",
+    is_flag=True,
+    help="Also say how near that session is: bits of the cell both share, as distance and as printed in the paper.",
+)
 @namespace_option
 @json_option
 def command(
@@ -37,13 +45,15 @@ def command(
     identity: str | None,
     text: str | None,
     ids: str | None,
+    nearest: bool,
     namespace: str,
     as_json: bool,
 ) -> None:
     """Find the archive in FOLDER that shares the longest prefix with a prompt.
 
     The prompt is TEXT, a text file, or token ids. Prints the archive, how many tokens match, and where and why the
-    match ends. Exit code 3 when no archive shares even the first token.
+    match ends; with --nearest also how deep in the language both stand. Exit code 3 when no archive shares even the
+    first token.
 
     \b
     Examples:
@@ -57,14 +67,13 @@ def command(
     if ids is None and model_dir is None:
         raise InvalidInput("text needs --model DIR for its tokenizer; with --identity give --ids")
     who, prompt = _asked(model_dir, identity, " ".join(words) if words else None, text, ids, quiet=as_json)
-    from ..library import find
+    from ..sessions import Sessions
 
     started = time.perf_counter()
-    with warnings.catch_warnings(record=True) as remarks:
-        warnings.simplefilter("always")
-        found = find(folder, prompt, identity=who, namespace=namespace)
+    sessions = Sessions(folder, identity=who, namespace=namespace)
+    found, passed_over = sessions.search(prompt)
+    near = sessions.nearest(prompt, found) if nearest else None
     seconds = time.perf_counter() - started
-    passed_over = [str(remark.message) for remark in remarks]
     if not as_json:
         for remark in passed_over:
             click.echo(remark, err=True)
@@ -82,9 +91,48 @@ def command(
         "matched": f"{found.matched:,} of {len(prompt):,} tokens",
         "ends at": found.reason,
     }
+    if nearest:
+        result["nearest"] = None if near is None else _as_json(near)
+        rows |= {"nearest": "none"} if near is None else _rows(near)
     emit(result, facts(rows), as_json=as_json)
     if found.path is None:
         raise SystemExit(ArchiveNotFound.exit_code)
+
+
+def _as_json(near: Nearest) -> dict[str, Any]:
+    """What is not known or not finite is null."""
+    kin = near.kinship
+    figures = {
+        "cell_depth_bits": kin.cell.depth,
+        "cell_depth_at_least_bits": kin.cell.at_least,
+        "d_t_as_printed_bits": kin.printed,
+        "ultrametric": kin.ultrametric,
+        "log2_ultrametric": kin.log2_ultrametric,
+    }
+    return {
+        "archive": near.path,
+        "common_tokens": near.matched,
+        "session_tokens": near.tokens,
+        "same": kin.same,
+        "unknown_tokens": kin.cell.unknown,
+        **{name: value if math.isfinite(value) else None for name, value in figures.items()},
+    }
+
+
+def _rows(near: Nearest) -> dict[str, str]:
+    kin, cell = near.kinship, near.kinship.cell
+    if cell.unknown:
+        depth = f"not known: {cell.unknown:,} of {cell.tokens:,} tokens have no probability"
+        depth, printed, distance = f"{depth}; at least {cell.at_least:,.1f} bits", "not known", "not known"
+    else:
+        depth = f"{cell.depth:,.1f} bits"
+        printed, distance = f"{depth}; the larger the closer, so no distance", f"2^−{cell.depth:,.1f}, an ultrametric"
+    return {
+        "nearest": f"{near.path}, {near.matched:,} of its {near.tokens:,} tokens common",
+        "cell depth": depth,
+        "d_T printed": printed,
+        "distance": "0: the same tokens" if kin.same else distance,
+    }
 
 
 def _asked(

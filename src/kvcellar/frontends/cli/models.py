@@ -8,6 +8,7 @@ Nothing here contacts a hub.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..transformers import dtype_of, take_cache
 from .common import progress
 
 CHUNK = 512
+ROWS = 64
 _WEIGHTS = (".safetensors", ".bin", ".json")
 
 
@@ -65,13 +67,31 @@ class LocalModel:
         if self.max_tokens is not None and tokens > self.max_tokens:
             raise InvalidInput(f"{tokens:,} tokens; the model has positions for {self.max_tokens:,}")
 
-    def prefill(self, ids: list[int] | np.ndarray, cache: Any, *, quiet: bool) -> None:
-        """Run the model over `ids` behind what `cache` holds already, in chunks of 512 tokens."""
+    def prefill(
+        self, ids: list[int] | np.ndarray, cache: Any, *, quiet: bool, probabilities: bool = False
+    ) -> np.ndarray | None:
+        """Run the model over `ids` behind what `cache` holds already, in chunks of 512 tokens.
+
+        With `probabilities`, gives log2 of what the model thought each of them worth before it read it, float32 (T,):
+        0 for the first of all, which is given to it; NaN for a first one behind others, of which it spoke before. That
+        is the same forward, with logits of every position in place of the last.
+        """
+        told = np.full(len(ids), np.nan, np.float32) if probabilities else None
+        before = None
         with torch.inference_mode(), progress(f"prefill {len(ids):,} tokens", len(ids), quiet=quiet) as advance:
+            if told is not None and len(ids) and not cache.get_seq_length():
+                told[0] = 0.0
             for start in range(0, len(ids), CHUNK):
                 chunk = torch.tensor([list(ids[start : start + CHUNK])])
-                self.model(chunk, cache=cache, use_cache=True, logits_to_keep=1)
+                said = self.model(chunk, cache=cache, use_cache=True, logits_to_keep=0 if probabilities else 1).logits
+                if told is not None:
+                    stop = start + chunk.shape[1]
+                    if before is not None:
+                        told[start : start + 1] = log2_probs_of(before, chunk[0, :1])
+                    told[start + 1 : stop] = log2_probs_of(said[0, :-1], chunk[0, 1:])
+                    before = said[0, -1:].clone()
                 advance(chunk.shape[1])
+        return told
 
 
 class MeasuredModel(LocalModel):
@@ -86,6 +106,20 @@ class MeasuredModel(LocalModel):
         self.cache_dtype: torch.dtype = self.model.dtype
         if fits_memory(self.model, torch.float32, share=0.5):
             self.model = self.model.float()
+
+
+def log2_probs_of(logits: torch.Tensor, ids: torch.Tensor) -> np.ndarray:
+    """log2 softmax(logits)[i, ids[i]], float32 (T,), of logits (T, vocabulary) and ids int64 (T,).
+
+    In float32 and in runs of 64 rows, so that no second copy of all logits is made. NaN where the logits give no
+    finite one.
+    """
+    bits = np.full(len(ids), np.nan, np.float32)
+    for start in range(0, len(ids), ROWS):
+        rows, wanted = logits[start : start + ROWS].float(), ids[start : start + ROWS]
+        told = (rows.gather(1, wanted[:, None])[:, 0] - rows.logsumexp(1)) / math.log(2)
+        bits[start : start + ROWS] = torch.where(torch.isfinite(told), told.clamp(max=0.0), torch.nan).numpy()
+    return bits
 
 
 def fits_memory(model: Any, dtype: torch.dtype, *, share: float) -> bool:
