@@ -74,7 +74,7 @@ def tokens_of(pipeline: Pipeline, reader: ArchiveReader, block: Block) -> Tokens
 
 def ids_before(pipeline: Pipeline, reader: ArchiveReader, index: int) -> np.ndarray:
     """The ids right before token `index`, as far as a prediction may look back at them."""
-    reach = min(LOOKBACK, index % reader.manifest.recipe.block) if pipeline.predictor else 0
+    reach = min(LOOKBACK, index % reader.manifest.recipe.block) if pipeline.chained else 0
     blocks = reader.blocks(index - reach, index)
     return np.concatenate([np.empty(0, np.int64), *(block.head.tokens for block in blocks)])[-LOOKBACK:]
 
@@ -100,7 +100,7 @@ def decode_blocks(
     """What the archive holds of the `wanted` tokens (ascending spans, apart) of each layer, one behind the other, on
     all cores.
 
-    A task is one block, or without a predictor some of its layer groups: neither depends on another. But where a
+    A task is one block, or some of its layer groups where they are not chained: neither depends on another. But where a
     predictor looks at the tokens before, those of an unsealed block may need the block before: they are one task.
     """
     tasks: list[_Task] = []
@@ -186,7 +186,7 @@ def _touching(spans: Sequence[range], block: Block) -> Sequence[range]:
 def _tasks(pipeline: Pipeline, block: Block, takes: dict[int, _Take]) -> list[_Task]:
     groups = pipeline.needed(takes)
     _require_plausible(pipeline, block, groups)
-    chunks = [groups] if pipeline.predictor and groups else list(_chunks(block, groups))
+    chunks = [groups] if pipeline.chained and groups else list(_chunks(block, groups))
     return [_Task(block, chunk, takes) for chunk in chunks]
 
 

@@ -42,8 +42,10 @@ def encode_blocks(
     window = FineWindow(manifest.recipe, first + len(ids))
     cuts = _cuts(window, kv, ids, first, first if position is None else position, stored, known)
     encode = partial(_encoded, pipeline, manifest, window)
-    # A bit-exact block takes little longer than writing it does; several at once would only take more memory.
-    yield from map(encode, cuts) if pipeline.lossless else _ahead(encode, cuts)
+    # Without prediction a bit-exact block takes little longer than writing it does; several at once would only take
+    # more memory.
+    plain = pipeline.lossless and not pipeline.chained
+    yield from map(encode, cuts) if plain else _ahead(encode, cuts)
 
 
 class _Cut(NamedTuple):

@@ -30,7 +30,7 @@ from .quantize.bits import BitExact
 from .quantize.coefficients import Coefficients
 from .recipe import Recipe
 from .residual import Place, Residual
-from .stages import LOOKBACK, Context, Grade, Predictor, Quantizer, SymbolCoder, Transform, build
+from .stages import LOOKBACK, CausalCoder, Context, Grade, Predictor, Quantizer, SymbolCoder, Transform, build
 
 Arrays = list[np.ndarray]
 Layout = Sequence[tuple[int, type[np.generic]]]
@@ -121,7 +121,7 @@ class Pipeline:
             raise InvalidRecipe(f"recipe {recipe.name!r}: its stages group layers by {sorted(per_group)}; expected one")
         step = per_group.pop()
         self.groups = [range(i, min(i + step, len(geometry))) for i in range(0, len(geometry), step)]
-        if not geometry.uniform and (self.predictor is not None or step > 1 or quantizer is not None):
+        if not geometry.uniform and (self.chained or step > 1 or quantizer is not None):
             odd = next(i for i, layer in enumerate(geometry.layers) if layer.kind != FULL)
             raise UnsupportedCache(
                 f"layer {odd} is a {geometry.layers[odd].kind} layer; recipe {recipe.name!r} is lossy or codes layers "
@@ -129,14 +129,24 @@ class Pipeline:
             )
         if quantizer is not None:
             self._require_bounded(quantizer)
+        if isinstance(self.symbols, CausalCoder) and (quantizer is not None or self.predictor is not None):
+            raise InvalidRecipe(f"recipe {recipe.name!r}: stage {self.symbols.id!r} foresees and codes the bits itself")
 
     @property
     def lossless(self) -> bool:
         return self.residual.lossless
 
+    @property
+    def chained(self) -> bool:
+        """Whether a layer group can be decoded only after all shallower ones."""
+        return self.predictor is not None or isinstance(self.symbols, CausalCoder)
+
     def encode(self, block: KVCache, tokens: Tokens) -> list[bytes]:
         """One part per layer group from the (views of) tokens of a block, all coarse."""
-        return self.pack([self.quantize(block.layers, tokens, Grade.COARSE)[0]])
+        symbols = self.quantize(block.layers, tokens, Grade.COARSE)[0]
+        if isinstance(self.symbols, CausalCoder):
+            return self.symbols.encode_block(symbols, Context(tokens.ids, tokens.positions, tokens.earlier))
+        return self.pack([symbols])
 
     def pack(self, grades: Sequence[Sequence[Arrays]]) -> list[bytes]:
         """One part per layer group from the symbols of each grade that a block has, coarse before fine."""
@@ -220,6 +230,10 @@ class Pipeline:
         whole = {i: out[i] if i in out else self._spare(i, len(tokens.ids)) for i in layers}
         if isinstance(self.residual, BitExact):
             symbols = [self.residual.buffers(_sides(whole[i] for i in self.groups[group])) for group in groups]
+            if isinstance(self.symbols, CausalCoder):
+                context = Context(tokens.ids, tokens.positions, tokens.earlier)
+                self.symbols.decode_block(parts, symbols, context)
+                return
             self.unpack(groups, parts, {Grade.COARSE: symbols})
             self.dequantize(groups, symbols, tokens, Grade.COARSE, whole)
             return
@@ -245,10 +259,10 @@ class Pipeline:
         return self.residual.quantizer.column(group, layer, side, head, stage)
 
     def needed(self, layers: Iterable[int]) -> list[int]:
-        """Groups to decode for `layers`: their own, and all shallower ones when there is a predictor."""
+        """Groups to decode for `layers`: their own, and all shallower ones where those are needed first."""
         wanted = set(layers)
         groups = [g for g, members in enumerate(self.groups) if wanted & set(members)]
-        return list(range(groups[-1] + 1)) if groups and self.predictor else groups
+        return list(range(groups[-1] + 1)) if groups and self.chained else groups
 
     def require_plausible(self, group: int, tokens: Callable[[int], int], coarse: int, part_length: int) -> None:
         """Raise DamagedArchive, before anything is allocated, for a part too short to hold its tokens.

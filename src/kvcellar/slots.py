@@ -31,7 +31,7 @@ from .errors import DamagedArchive, InvalidInput, InvalidRecipe, UnsupportedCach
 from .geometry import Geometry, LayerGeometry
 from .quantize.bits import bits
 from .recipe import Recipe
-from .stages import SymbolCoder, build
+from .stages import CausalCoder, SymbolCoder, build
 from .window import FineWindow
 
 Head = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -84,6 +84,11 @@ class SlotCoder:
                 )
         self.recipe, self.geometry = recipe, geometry
         self.symbols: SymbolCoder = build("symbols", recipe.symbols)
+        if isinstance(self.symbols, CausalCoder):
+            raise InvalidRecipe(
+                f"recipe {recipe.name!r} foresees each number from others of its token: slots have no common tokens. "
+                "Use recipe 'exact'"
+            )
 
     def encode(self, heads: Sequence[Head], span: range, layer: int) -> tuple[bytes, int]:
         """A layer's part of the block that covers the positions `span`, and how many slots are in it."""

@@ -178,6 +178,31 @@ class SymbolCoder(Stage, ABC):
         """
 
 
+class CausalCoder(SymbolCoder):
+    """A symbol coder that codes a number by what the decoder has by then, so it is handed blocks whole.
+
+    In a bit-exact recipe without a predictor: the arrays are the numbers' own bits, keys then values of each layer.
+    """
+
+    @abstractmethod
+    def encode_block(self, groups: Sequence[Sequence[np.ndarray]], context: Context) -> list[bytes]:
+        """One part for each layer, from arrays (H, T, D)."""
+
+    @abstractmethod
+    def decode_block(
+        self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]], context: Context
+    ) -> None:
+        """Fill the arrays of the first layers, from layer 0 on. Raises DamagedArchive as `decode` does."""
+
+    def encode(self, arrays: Sequence[np.ndarray], layers: range) -> bytes:
+        raise InvalidRecipe(f"stage {self.id!r} codes blocks of a whole cache, in a bit-exact recipe without predictor")
+
+    def decode(
+        self, parts: Sequence[bytes | memoryview], out: Sequence[Sequence[np.ndarray]], groups: Sequence[range]
+    ) -> None:
+        raise InvalidRecipe(f"stage {self.id!r} codes blocks of a whole cache, in a bit-exact recipe without predictor")
+
+
 KINDS: dict[str, type[Stage]] = {
     "predict": Predictor,
     "transform": Transform,
@@ -194,6 +219,7 @@ _STAGES: dict[tuple[str, str], str | Factory] = {
     ("quantize", "turbo/1"): "kvcellar.quantize.turbo:TurboQuant",
     ("quantize", "rvq/1"): "kvcellar.quantize.rvq:ResidualVQ",
     ("symbols", "adaptive/1"): "kvcellar.symbols.adaptive:AdaptiveCoder",
+    ("symbols", "causal/1"): "kvcellar.symbols.causal:Causal",
     ("symbols", "byteplanes-zstd/1"): "kvcellar.symbols.byteplanes:BytePlanes",
     ("symbols", "map/1"): "kvcellar.symbols.mapcoder:MapCoder",
 }

@@ -29,6 +29,13 @@ from .common import emit, facts, human_bytes, json_option, progress
     "--window", default=1024, show_default=True, type=click.IntRange(16), help="Tokens the model reads at once."
 )
 @click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
+    help="Dtype of the caches that the profiles are for, as `kvcellar save --dtype` makes them.",
+)
+@click.option(
     "--curve/--no-curve",
     default=True,
     show_default=True,
@@ -43,6 +50,7 @@ def command(
     names: tuple[str, ...],
     tokens: int,
     window: int,
+    dtype: str,
     curve: bool,
     curve_only: bool,
     as_json: bool,
@@ -71,7 +79,7 @@ def command(
     from .demo_model import demo_model
     from .models import MeasuredModel
 
-    local = MeasuredModel(model_dir or demo_model(quiet=as_json))
+    local = MeasuredModel(model_dir or demo_model(quiet=as_json), dtype)
     local.require_room(window)
     started = time.perf_counter()
     documents = calibration_documents([Path(text) for text in texts], standard=not only_text)

@@ -95,14 +95,15 @@ class LocalModel:
 
 
 class MeasuredModel(LocalModel):
-    """A model as benches and calibration run it: computing in float32, its caches held in `cache_dtype`, its own.
+    """A model as benches and calibration run it: computing in float32, its caches held in `cache_dtype`, its own
+    or the `dtype` that is given.
 
     One whose weights would fill more than half of the machine's memory in float32 computes in its own dtype. The
-    identity is that of the model as it was saved.
+    identity is that of the model in that dtype.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]):
-        super().__init__(folder)
+    def __init__(self, folder: str | os.PathLike[str], dtype: str = "auto"):
+        super().__init__(folder, dtype)
         self.cache_dtype: torch.dtype = self.model.dtype
         if fits_memory(self.model, torch.float32, share=0.5):
             self.model = self.model.float()

@@ -219,7 +219,7 @@ def _layers(archive: Any, read: Mapping[int, list[range]], dtype: str | None) ->
 
     from ..transformers import _converted, dtype_of
 
-    alone = archive.manifest.recipe.predict is None
+    alone = not archive._ready_pipeline().chained
     for group in [[i] for i in read] if alone else [list(read)]:
         out = archive._decode({i: read[i] for i in group})
         for i in group:
