@@ -172,7 +172,16 @@ CELLAR = tuple(
     )
     for name, step in (("cellar", 0.0123), ("cellar-fine", 0.0038), ("cellar-small", 0.0298))
 )
-PRESETS = {recipe.name: recipe for recipe in (EXACT, *TURBO, FRACTAL, *CELLAR)}
+# The stack of arXiv 2604.15356: prediction, bits by surprisal, TurboQuant on what is left (docs/sequential.md).
+SEQUENTIAL = Recipe(
+    name="sequential",
+    predict=CELLAR[0].predict,
+    transform=CELLAR[0].transform,
+    quantize={"id": "turbo-residual/1", "step": 0.05, "allocation": "variance"},
+    symbols={"id": "adaptive/1"},
+    window=Window(4, 32),
+)
+PRESETS = {recipe.name: recipe for recipe in (EXACT, *TURBO, FRACTAL, *CELLAR, SEQUENTIAL)}
 
 
 def find_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:

@@ -32,7 +32,7 @@ from ..store.local import LocalStore
 from ..symbols import byteplanes as byteplanes  # its kernels load with this module, not in the first restore
 from .archive import Archive
 from .fingerprint import require_every_layer, require_plain_positions
-from .inputs import resolve_identity, take_row, token_ids
+from .inputs import resolve_identity, surprisals, take_row, token_ids
 from .reducedfiles import is_reduced, slot_blocks, take_reduced
 
 Path = str | os.PathLike[str]
@@ -54,6 +54,7 @@ def save(
     next_position: int | None = None,
     embed_profile: bool = False,
     reduce_with: Any = None,
+    log2_probs: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ArchiveInfo:
     """Write one sequence's cache to `path`, replacing an archive there at once.
@@ -74,6 +75,8 @@ def save(
         next_position: the position of the token to come, where it is not the one behind the last: models whose images
             take fewer positions than tokens. Such an archive restores only as a whole.
         reduce_with: the model that a recipe with a reduction asks, where `identity` is given in place of `model`.
+        log2_probs: log2 P of each real token given those before it, (T,), NaN where unknown: what a recipe whose bits
+            follow surprisal goes by (`sequential`). Without it every token counts as an average one.
         progress: told how many layers are reduced, and of how many, by a recipe that reduces.
 
     Raises MissingIdentity, TokensMismatch, InvalidInput (also for a multimodal model without `next_position`),
@@ -104,7 +107,8 @@ def save(
         blocks = slot_blocks(manifest, kv, ids)
     else:
         pipeline = ready(chosen, kv.geometry, profile)
-        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position)
+        told = surprisals(log2_probs, len(ids))
+        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position, surprisal=told)
     store, name = LocalStore.at(path)
     with Replaceable(store, name), store.replacing(name) as pending:
         embedded = profile.pack() if manifest.profile_embedded and profile else None
