@@ -89,7 +89,7 @@ def test_what_bits_leave_of_a_gaussian_is_what_the_rule_counts_with(bits: int) -
     assert left == pytest.approx(LEFT[bits] / LEFT[0], rel=0.04)
 
 
-@pytest.mark.parametrize("allocation", ["uniform", "variance", "energy"])
+@pytest.mark.parametrize("allocation", ["uniform", "variance", "energy", "both"])
 def test_a_finer_step_or_more_bits_lose_less(allocation: str) -> None:
     errors, codes = [], []
     for step, bits in ((0.2, 1), (0.05, 3), (0.01, 5)):
@@ -119,7 +119,7 @@ def test_bits_follow_the_published_rule() -> None:
 
 def test_surprisal_changes_coarse_tokens_alone_and_not_where_energy_decides() -> None:
     told, silent = np.full(400, 30.0), None
-    for allocation, same in (("variance", False), ("energy", True)):
+    for allocation, same in (("variance", False), ("energy", True), ("both", False)):
         stage = _stage(allocation=allocation)
         x = _coefficients(stage)
         one, other = (stage.quantize_told(x, GROUP, Grade.COARSE, s)[3] for s in (told, silent))
@@ -136,7 +136,17 @@ def test_bits_of_an_energy_are_those_that_pay() -> None:
         assert count == MAX_BITS or share[count] < 1 or energy < 0
 
 
-@pytest.mark.parametrize("allocation", ["uniform", "variance", "energy"])
+def test_a_doubled_surprisal_counts_as_a_doubled_energy() -> None:
+    stage = _stage(allocation="both")
+    energies, band = np.arange(-2, 20), stage.bands[0][0]
+    for eighths, tilt in ((0, -2), (1, -2), (4, -1), (8, 0), (15, 0), (16, 1), (32, 2), (63, 2)):
+        bits = stage._bits(band, np.full(22, eighths, np.uint8), energies)
+        plain = _stage(allocation="energy")._bits(band, np.full(22, 8, np.uint8), energies + tilt)
+        assert np.array_equal(bits, plain)
+        assert bits[0] == 0  # what is written where nothing is
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "variance", "energy", "both"])
 def test_symbols_that_are_never_written_are_refused(allocation: str) -> None:
     stage = _stage(allocation=allocation)
     good = stage.quantize(_coefficients(stage, 20), GROUP, Grade.COARSE)
@@ -182,10 +192,13 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
         Pipeline(_recipe(**settings), calibration().geometry, _profile())
 
 
-@pytest.mark.parametrize("steps", [[1, 75], [30, 31, 32, 50, 75], [*range(10, 75, 7), 75]])
-def test_an_archive_that_grew_restores_as_one_saved_at_once(tmp_path: Path, steps: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("allocation", "steps"),
+    [("variance", [1, 75]), ("variance", [30, 31, 32, 50, 75]), ("both", [*range(10, 75, 7), 75])],
+)
+def test_an_archive_that_grew_restores_as_one_saved_at_once(tmp_path: Path, allocation: str, steps: list[int]) -> None:
     """The surprisals of stored tokens are read from their symbols when these become coarse."""
-    chosen = _recipe(mean_surprisal=7.0)
+    chosen = _recipe(mean_surprisal=7.0, allocation=allocation)
     at_once = _saved(tmp_path / "bulk.kvc", [TOKENS], chosen)
     grown = _saved(tmp_path / "grown.kvc", steps, chosen)
     silent = _saved(tmp_path / "silent.kvc", [TOKENS], chosen, told=False)

@@ -177,7 +177,7 @@ SEQUENTIAL = Recipe(
     name="sequential",
     predict=CELLAR[0].predict,
     transform=CELLAR[0].transform,
-    quantize={"id": "turbo-residual/1", "step": 0.05, "allocation": "variance"},
+    quantize={"id": "turbo-residual/1", "step": 0.003, "allocation": "both"},
     symbols={"id": "adaptive/1"},
     window=Window(4, 32),
 )

@@ -11,6 +11,7 @@ bits for every coordinate (`lloydmax.py`). `allocation` says where b comes from,
   quarters of a bit. With r = 1 it is plain water-filling.
 - "energy": from the band's own energy in this token: bit by bit as long as one more saves Δ² or more per coordinate.
   Asks for no surprisal. Ours.
+- "both": as "energy", the token's Δ² being less by a factor of 2 for every doubling of r, at most 4 either way. Ours.
 
 `least` 0 lets a band have no bits, which the published rule does not: one bit for every number is already more than
 `cellar` takes for the whole token. h̄ is the setting `mean_surprisal`, not the mean of the text at hand, which is known
@@ -42,7 +43,8 @@ from .deadzone import MOST, DeadZone
 from .lloydmax import boundaries, levels
 from .rotation import rotation
 
-ALLOCATIONS = ("uniform", "variance", "energy")
+ALLOCATIONS = ("uniform", "variance", "energy", "both")
+TILT = 2  # the most by which log2 r counts
 MAX_BITS = 8
 EIGHTHS = 8  # of r that a symbol counts
 MAX_RATIO = 63
@@ -73,7 +75,7 @@ class TurboResidual(Quantizer):
         allocation: str = "variance",
         bits: int = 2,
         least: int = 0,
-        mean_surprisal: float = 4.5,
+        mean_surprisal: float = 4.0,
         band: int = 32,
         seed: int = 0,
         fine_step: float = 0.002,
@@ -130,6 +132,7 @@ class TurboResidual(Quantizer):
         if grade is Grade.FINE:
             return [ratios, *self.fine.quantize(coefficients, layers, grade)]
         x, bands = coefficients.numpy(), self._bands(layers)
+        silent = -TILT if self.allocation == "both" else 0
         whole = np.rint(x[:, :1]).clip(-MOST, MOST).astype(np.int16)
         energies = np.empty((len(x), len(bands)), np.int16)
         codes = np.zeros((len(x), sum(band.width for band in bands)), np.int16)
@@ -139,11 +142,12 @@ class TurboResidual(Quantizer):
                 vectors = np.nan_to_num(vectors, nan=0.0).clip(-LARGEST, LARGEST)
                 mean = np.square(vectors, dtype=np.float64).mean(axis=1)
                 energies[:, k] = np.rint(np.log2(mean)).clip(*ENERGIES).astype(np.int16)
-            if self.allocation == "energy":
-                energies[:, k] = energies[:, k].clip(0)  # none below has bits: one symbol for all
+            if self.allocation in ("energy", "both"):
+                energies[:, k] = energies[:, k].clip(silent)  # below, none has bits
             turned = vectors @ rotation(band.width, self.seed)
             turned /= np.exp2(energies[:, k] / np.float32(2), dtype=np.float32)[:, None]
             bits, at = self._bits(band, ratios[:, 0], energies[:, k]), slice(band.code, band.code + band.width)
+            energies[bits == 0, k] = silent  # nobody asks: one symbol for all
             for b in np.unique(bits[bits > 0]):
                 rows = bits == b
                 number = np.searchsorted(boundaries(levels(GAUSSIAN, int(b))), turned[rows]) - (1 << (int(b) - 1))
@@ -192,8 +196,9 @@ class TurboResidual(Quantizer):
 
     def _bits(self, band: Band, ratios: np.ndarray, energies: np.ndarray) -> np.ndarray:
         """int64 (T,) bits a coordinate; integers alone decide."""
-        if self.allocation == "energy":
-            found: np.ndarray = _BITS_OF_ENERGY[np.clip(energies, *ENERGIES) - ENERGIES[0]]
+        if self.allocation in ("energy", "both"):
+            tilt = _TILT_OF_RATIO[ratios] if self.allocation == "both" else np.int64(0)
+            found: np.ndarray = _BITS_OF_ENERGY[np.clip(energies + tilt, *ENERGIES) - ENERGIES[0]]
             return found
         wanted = band.quarters * ratios.astype(np.int64) // (4 * EIGHTHS)
         return wanted.clip(self.least, MAX_BITS)
@@ -237,6 +242,7 @@ def _bits_of_energy() -> np.ndarray:
 
 
 _BITS_OF_ENERGY = _bits_of_energy()
+_TILT_OF_RATIO = np.array([n.bit_length() - EIGHTHS.bit_length() for n in range(MAX_RATIO + 1)]).clip(-TILT, TILT)
 
 
 def _require_within(what: str, array: np.ndarray, least: int, most: int) -> None:
