@@ -23,7 +23,7 @@ from kvcellar.profile import Profile
 from kvcellar.recipe import Recipe
 from kvcellar.stages import Grade
 
-NAMES = ("cellar", "fractal", "turbo-4")
+NAMES = ("cellar", "fractal", "turbo-4", "sequential")
 Coded = dict[Grade, tuple[list[Arrays], dict[int, LayerKV]]]
 
 

@@ -31,6 +31,8 @@ from kvcellar.calibrate import fit_profile
 from kvcellar.frontends.transformers import take_cache
 from kvcellar.pipeline import Arrays, Pipeline
 from kvcellar.quantize.coefficients import Coefficients, flatten
+from kvcellar.quantize.lloydmax import boundaries, levels
+from kvcellar.quantize.rotation import rotation
 from kvcellar.recipe import FRACTAL, TURBO, Recipe, Window
 from kvcellar.stages import Grade
 from test_cellar import _recipe
@@ -53,7 +55,13 @@ def _recipes() -> dict[str, Recipe]:
     cellar = replace(_recipe(), transform={"id": "klt/1", "layers_per_group": 2, "coefficients": 40})
     # Coefficients reach 55: of finer steps they would be more than float32 tells apart to 1/1000 of one.
     cellar = replace(cellar, quantize={**cellar.quantize, "fine_step": 0.05})  # type: ignore[dict-item]
-    every = (cellar, replace(FRACTAL, quantize=rvq, **small), replace(TURBO[0], **small))
+    told = {"id": "turbo-residual/1", "step": 0.2, "fine_step": 0.05, "keep": 0.02}
+    every = (
+        cellar,
+        replace(FRACTAL, quantize=rvq, **small),
+        replace(TURBO[0], **small),
+        replace(cellar, name="sequential", quantize=told),
+    )
     return dict(zip(NAMES, every, strict=True))
 
 
@@ -107,6 +115,12 @@ def _boundaries(
     residual = pipeline.residual
     assert isinstance(residual, Coefficients)
     quantizer: Any = residual.quantizer
+    if quantizer.id == "turbo-residual/1":
+        assert np.array_equal(mine[0], other[0])
+        mine, other = mine[1:], other[1:]
+        if grade is Grade.COARSE:
+            return _levels(quantizer, x.numpy(), mine, other, layers)
+        quantizer = quantizer.fine
     if quantizer.id == "deadzone/1":
         transform: Any = residual.transform
         weights = transform.groups[layers.start // transform.layers_per_group].weights
@@ -128,6 +142,25 @@ def _boundaries(
     if quantizer.id == "rvq/1" and grade is Grade.COARSE:
         return np.array(list(_ties(quantizer, x.double().numpy(), mine[0], other[0], layers)))
     return np.array([np.inf for m, o in zip(mine, other, strict=True) if not np.array_equal(m, o)])
+
+
+def _levels(quantizer: Any, x: np.ndarray, mine: Arrays, other: Arrays, layers: range) -> np.ndarray:
+    """Of TurboQuant's energies and codes: how far from where they change, in units of energies and of levels apart."""
+    away, weights = [], (mine[0] == other[0]).all(axis=1)
+    assert weights.all()  # never otherwise in this case: a token's weight has its own test with cellar
+    for k, band in enumerate(quantizer.bands[layers.start]):
+        vectors = x[:, 1 + band.start : 1 + band.start + band.width].astype(np.float64) / quantizer.step
+        same, energy = mine[1][:, k] == other[1][:, k], np.log2(np.square(vectors).mean(axis=1))
+        away.append(np.abs(np.abs(energy - np.rint(energy)) - 0.5)[~same])
+        turned = vectors @ rotation(band.width, 0).astype(np.float64) / np.exp2(mine[1][:, k] / 2)[:, None]
+        bits = quantizer._bits(band, np.full(len(x), 8, np.uint8), mine[1][:, k])
+        at = slice(band.code, band.code + band.width)
+        for t in np.flatnonzero(same & (mine[2][:, at] != other[2][:, at]).any(axis=1)):
+            edges = boundaries(levels(256, int(bits[t]))).astype(np.float64)
+            least = np.diff(levels(256, int(bits[t]))).min()
+            wrong = turned[t, mine[2][t, at] != other[2][t, at]]
+            away.append(np.abs(wrong[:, None] - edges).min(axis=1) / least)
+    return np.concatenate(away)
 
 
 def _ties(quantizer: Any, x: np.ndarray, mine: np.ndarray, other: np.ndarray, layers: range) -> Iterator[float]:
@@ -152,16 +185,16 @@ def _watched(pipeline: Pipeline) -> Iterator[list[Tensor]]:
     """The coefficients that the quantizer is given, one tensor a group."""
     quantizer: Any = pipeline.residual.quantizer  # type: ignore[attr-defined]
     seen: list[Tensor] = []
-    plain = quantizer.quantize
+    plain = quantizer.quantize_told
 
-    def watching(coefficients: Tensor, layers: range, grade: Grade) -> Arrays:
+    def watching(coefficients: Tensor, layers: range, grade: Grade, surprisal: np.ndarray | None) -> Arrays:
         seen.append(coefficients.clone())
-        found: Arrays = plain(coefficients, layers, grade)
+        found: Arrays = plain(coefficients, layers, grade, surprisal)
         return found
 
-    quantizer.quantize = watching
+    quantizer.quantize_told = watching
     yield seen
-    del quantizer.quantize
+    del quantizer.quantize_told
 
 
 def _far(pipeline: Pipeline, one: list[LayerKV], other: list[LayerKV], case: Case, grade: Grade) -> float:
@@ -176,6 +209,7 @@ def _far(pipeline: Pipeline, one: list[LayerKV], other: list[LayerKV], case: Cas
     for group in pipeline.groups:
         sides = [[s for i in group for s in (kvs[i].keys, kvs[i].values)] for kvs in (one, other, case.layers)]
         difference = [a - b for a, b in zip(sides[0], sides[1], strict=True)]
+        quantizer = getattr(quantizer, "fine", quantizer)  # whose steps turbo-residual/1 has, too
         if quantizer.id == "deadzone/1" and residual.transform is not None:
             count = len(quantizer.variances[group.start])
             moved = residual.transform.forward(difference, group, positions, sides[0])[:, 1 : 1 + count]

@@ -55,6 +55,7 @@ def coarse_symbols(pipeline: Pipeline, reader: ArchiveReader, layer: int) -> lis
             fine, members = tokens.take(tokens.fine), [i for group in groups for i in pipeline.groups[group]]
             restored = allocate(reader.manifest.geometry, dict.fromkeys(members, len(fine.ids)))
             pipeline.dequantize(groups, arrays[Grade.FINE], fine, Grade.FINE, restored)
+            fine = fine._replace(surprisal=pipeline.residual.surprisal(arrays[Grade.FINE][0]))
             arrays[Grade.FINE] = pipeline.quantize(restored, fine, Grade.COARSE, groups)[0]
         order = np.argsort(np.concatenate([rows[grade] for grade in arrays]))
         of_grade = zip(*(each[-1] for each in arrays.values()), strict=True)

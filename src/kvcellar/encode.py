@@ -30,17 +30,18 @@ def encode_blocks(
     position: int | None = None,
     stored: Symbols | None = None,
     known: np.ndarray | None = None,
+    surprisal: np.ndarray | None = None,
 ) -> Iterator[NewBlock]:
     """Blocks of the tokens `stored` in the archive's tail and then those of `kv`; `ids` are of both.
 
     The first token has index `first` and that `position` (default: the index); `known` are the ids right before it.
-    Only the last block may be unsealed.
+    Only the last block may be unsealed. `surprisal` float64 (tokens of `kv`,) in bits, NaN for unknown.
     """
     stored = stored or Symbols.none(pipeline)
     if len(stored) + len(kv) != len(ids):
         raise InvalidInput(f"{len(stored) + len(kv)} tokens and {len(ids)} ids of them")
     window = FineWindow(manifest.recipe, first + len(ids))
-    cuts = _cuts(window, kv, ids, first, first if position is None else position, stored, known)
+    cuts = _cuts(window, kv, ids, first, first if position is None else position, stored, known, surprisal)
     encode = partial(_encoded, pipeline, manifest, window)
     # Without prediction a bit-exact block takes little longer than writing it does; several at once would only take
     # more memory.
@@ -65,7 +66,10 @@ def _cuts(
     position: int,
     stored: Symbols,
     known: np.ndarray | None,
+    surprisal: np.ndarray | None,
 ) -> Iterator[_Cut]:
+    if surprisal is not None:
+        surprisal = np.concatenate([np.full(len(stored), np.nan), surprisal])
     for span in window.blocks(first):
         before = known if span.start == first else ids[: span.start - first]
         tokens = Tokens.at(
@@ -74,7 +78,8 @@ def _cuts(
         old, stored = stored.split(len(span))
         stop = span.stop - first - len(ids) + len(kv)
         new = kv.tokens(stop - len(span) + len(old), stop)
-        yield _Cut(span, tokens._replace(coarse=window.coarse(span)), old, new)
+        told = None if surprisal is None else surprisal[span.start - first : span.stop - first]
+        yield _Cut(span, tokens._replace(coarse=window.coarse(span), surprisal=told), old, new)
 
 
 def _encoded(pipeline: Pipeline, manifest: Manifest, window: FineWindow, cut: _Cut) -> NewBlock:

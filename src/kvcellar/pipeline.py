@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
     """Ids and positions int64 (T,) of a block's tokens, and which of them are stored coarse, the others fine.
 
     `due` are stored fine but restored coarse: newer tokens came in other blocks. `earlier` int64 (T, LOOKBACK) are the
-    ids of the tokens before each, as `Context` has them.
+    ids of the tokens before each, as `Context` has them. `surprisal` float64 (T,), bits, is for the encoder alone.
     """
 
     ids: np.ndarray
@@ -49,6 +49,7 @@ class Tokens(NamedTuple):
     earlier: np.ndarray
     coarse: range
     due: range = range(0)
+    surprisal: np.ndarray | None = None
 
     @classmethod
     def following(cls, ids: np.ndarray, first_position: int) -> Tokens:
@@ -72,7 +73,8 @@ class Tokens(NamedTuple):
 
     def take(self, rows: slice | np.ndarray) -> Tokens:
         ids = self.ids[rows]
-        return Tokens(ids, self.positions[rows], self.earlier[rows], range(len(ids)))
+        told = None if self.surprisal is None else self.surprisal[rows]
+        return Tokens(ids, self.positions[rows], self.earlier[rows], range(len(ids)), range(0), told)
 
 
 def earlier_ids(
@@ -175,14 +177,16 @@ class Pipeline:
         for number in range(len(self.groups)) if groups is None else groups:
             group = self.groups[number]
             x = _sides(layers[i] for i in group)
-            at = Place(group, positions, grade)
+            at = Place(group, positions, grade, tokens.surprisal)
             p = self.predictor.predict(context, x) if self.predictor else None
             q = self.residual.encode(x, p, at)
             if kept is not None:
                 kept(number, q)
             symbols.append(q)
             if self.predictor or restore:
-                back = x if self.lossless else self._restore(q, p, [torch.empty_like(t) for t in x], at)
+                back = x if self.lossless else [torch.empty_like(t) for t in x]
+                if not self.lossless:
+                    self.residual.decode(q, p, back, at)
                 context.push(back)
                 restored.update(zip(group, map(LayerKV, back[::2], back[1::2]), strict=True))
         return symbols, restored
@@ -227,7 +231,7 @@ class Pipeline:
         Layers a prediction needs but `out` lacks are restored into memory of their own. Raises DamagedArchive.
         """
         layers = [i for group in groups for i in self.groups[group]]
-        whole = {i: out[i] if i in out else self._spare(i, len(tokens.ids)) for i in layers}
+        whole = {i: out[i] if i in out else allocate(self.geometry, {i: len(tokens.ids)})[i] for i in layers}
         if isinstance(self.residual, BitExact):
             symbols = [self.residual.buffers(_sides(whole[i] for i in self.groups[group])) for group in groups]
             if isinstance(self.symbols, CausalCoder):
@@ -249,6 +253,10 @@ class Pipeline:
         if tokens.due:
             place = {i: kv.tokens(tokens.due.start, tokens.due.stop) for i, kv in whole.items()}
             due = tokens.take(_slice(tokens.due))
+            if (told := self.residual.surprisal(coded[Grade.FINE][0])) is not None:
+                due = due._replace(
+                    surprisal=told[np.searchsorted(rows[Grade.FINE], np.arange(tokens.due.start, tokens.due.stop))]
+                )
             self.dequantize(groups, self.quantize(place, due, Grade.COARSE, groups)[0], due, Grade.COARSE, place)
 
     def column(self, layer: int, side: str, head: int, stage: int) -> tuple[int, int]:
@@ -296,13 +304,6 @@ class Pipeline:
     def _layout(self, layers: range, grade: Grade) -> Layout:
         assert isinstance(self.residual, Coefficients)
         return self.residual.quantizer.layout(layers, grade)
-
-    def _restore(self, symbols: Arrays, p: list[Tensor] | None, out: list[Tensor], at: Place) -> list[Tensor]:
-        self.residual.decode(symbols, p, out, at)
-        return out
-
-    def _spare(self, layer: int, tokens: int) -> LayerKV:
-        return allocate(self.geometry, {layer: tokens})[layer]
 
 
 def _slice(span: range) -> slice:

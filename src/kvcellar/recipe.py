@@ -174,7 +174,16 @@ CELLAR = tuple(
 )
 # Bit-exact too, and far smaller, where there is a profile and time: every number is foreseen (docs/exact-small.md).
 EXACT_SMALL = Recipe(name="exact-small", symbols={"id": "causal/1"}, block=512)
-PRESETS = {recipe.name: recipe for recipe in (EXACT, *TURBO, FRACTAL, *CELLAR, EXACT_SMALL)}
+# The stack of arXiv 2604.15356: prediction, bits by surprisal, TurboQuant on what is left (docs/sequential.md).
+SEQUENTIAL = Recipe(
+    name="sequential",
+    predict=CELLAR[0].predict,
+    transform=CELLAR[0].transform,
+    quantize={"id": "turbo-residual/1", "step": 0.003, "allocation": "both"},
+    symbols={"id": "adaptive/1"},
+    window=Window(4, 32),
+)
+PRESETS = {recipe.name: recipe for recipe in (EXACT, *TURBO, FRACTAL, *CELLAR, SEQUENTIAL, EXACT_SMALL)}
 
 
 def find_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:

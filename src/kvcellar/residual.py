@@ -12,11 +12,15 @@ from .stages import Grade
 
 
 class Place(NamedTuple):
-    """Where the loop is: a group's layers, its tokens' positions int64 (T,), their grade."""
+    """Where the loop is: a group's layers, its tokens' positions int64 (T,), their grade.
+
+    The encoder alone may be told their `surprisal`, bits float64 (T,), NaN for unknown.
+    """
 
     layers: range
     positions: Tensor
     grade: Grade
+    surprisal: np.ndarray | None = None
 
 
 class Residual(ABC):
@@ -31,3 +35,7 @@ class Residual(ABC):
     @abstractmethod
     def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor], at: Place) -> None:
         """Fill `out` from the symbols and the prediction."""
+
+    def surprisal(self, symbols: list[np.ndarray]) -> np.ndarray | None:
+        """What a group's symbols say of its tokens' surprisal, bits (T,), if anything."""
+        return None

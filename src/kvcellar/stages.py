@@ -146,9 +146,22 @@ class Quantizer(Stage, ABC):
     def quantize(self, coefficients: Tensor, layers: range, grade: Grade) -> list[np.ndarray]:
         """Arrays (T, columns) as `layout` says, from finite float32 (T, C)."""
 
+    def quantize_told(
+        self, coefficients: Tensor, layers: range, grade: Grade, surprisal: np.ndarray | None
+    ) -> list[np.ndarray]:
+        """`quantize`, told the tokens' surprisals in bits, float64 (T,), NaN for unknown ones, where anything is known.
+
+        Whatever depends on them has to be in the symbols (exactness rule D1).
+        """
+        return self.quantize(coefficients, layers, grade)
+
     @abstractmethod
     def dequantize(self, symbols: Sequence[np.ndarray], layers: range, grade: Grade) -> Tensor:
         """float32 (T, C) from such arrays, finite. Raises DamagedArchive for symbols that are never written."""
+
+    def surprisal(self, symbols: Sequence[np.ndarray]) -> np.ndarray | None:
+        """What a group's symbols say of surprisal, float64 (T,): told so, the same tokens get the same symbols."""
+        return None
 
     def column(self, layers: range, layer: int, side: str, head: int, stage: int) -> tuple[int, int]:
         """Array and column of the coarse symbols of a head's `side`, ``"key"`` or ``"value"``, to search through."""
@@ -217,6 +230,7 @@ _STAGES: dict[tuple[str, str], str | Factory] = {
     ("transform", "rope/1"): "kvcellar.rope:Rope",
     ("quantize", "deadzone/1"): "kvcellar.quantize.deadzone:DeadZone",
     ("quantize", "turbo/1"): "kvcellar.quantize.turbo:TurboQuant",
+    ("quantize", "turbo-residual/1"): "kvcellar.quantize.turboresidual:TurboResidual",
     ("quantize", "rvq/1"): "kvcellar.quantize.rvq:ResidualVQ",
     ("symbols", "adaptive/1"): "kvcellar.symbols.adaptive:AdaptiveCoder",
     ("symbols", "causal/1"): "kvcellar.symbols.causal:Causal",

@@ -19,7 +19,7 @@ from .window import FineWindow
 
 
 def extended(
-    pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray
+    pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray, surprisal: np.ndarray | None = None
 ) -> tuple[int, Iterator[NewBlock]]:
     """How many blocks stay, and the blocks of the `new` tokens behind them.
 
@@ -31,9 +31,11 @@ def extended(
     if total - start < reader.manifest.recipe.tail and not (reaching and coarse_at_once):
         position = reader.first_position + reader.tokens
         known = ids_before(pipeline, reader, reader.tokens)
-        blocks = encode_blocks(pipeline, reader.manifest, new, ids, reader.tokens, position, known=known)
+        blocks = encode_blocks(
+            pipeline, reader.manifest, new, ids, reader.tokens, position, known=known, surprisal=surprisal
+        )
         return len(reader.entries), blocks
-    return int(np.count_nonzero(reader.entries["sealed"])), _rewritten(pipeline, reader, new, ids)
+    return int(np.count_nonzero(reader.entries["sealed"])), _rewritten(pipeline, reader, new, ids, surprisal)
 
 
 def compacted(pipeline: Callable[[], Pipeline], reader: ArchiveReader) -> Iterator[NewBlock]:
@@ -50,7 +52,9 @@ def _tail_start(reader: ArchiveReader) -> int:
     return int(np.count_nonzero(reader.entries["sealed"])) * reader.manifest.recipe.block
 
 
-def _rewritten(pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray) -> Iterator[NewBlock]:
+def _rewritten(
+    pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray, surprisal: np.ndarray | None = None
+) -> Iterator[NewBlock]:
     """Blocks of the tail's tokens and then the `new` ones: what is stored keeps its values, or its symbols."""
     start, stop = _tail_start(reader), reader.tokens
     tokens = np.concatenate([*(block.head.tokens for block in reader.blocks(start, stop)), ids])
@@ -60,7 +64,7 @@ def _rewritten(pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.
     else:
         symbols = stored_symbols(pipeline, reader, start, stop)
     position = reader.first_position + start
-    return encode_blocks(pipeline, reader.manifest, new, tokens, start, position, symbols)
+    return encode_blocks(pipeline, reader.manifest, new, tokens, start, position, symbols, surprisal=surprisal)
 
 
 def stored_cache(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: int) -> KVCache:

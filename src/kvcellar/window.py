@@ -133,6 +133,12 @@ def _graded(pipeline: Pipeline, new: KVCache, tokens: Tokens, stored: Symbols, *
             source, tokens.take(fine), Grade.FINE, kept=_keep(stored, Grade.FINE, slice(kept)), restore=True
         )
         source = [restored[i] for i in range(len(restored))]
+        if (
+            told := pipeline.residual.surprisal(fine_symbols[0])
+        ) is not None:  # that of stored tokens is in their symbols alone
+            surprisal = np.full(len(tokens.ids), np.nan)
+            surprisal[fine] = told
+            tokens = tokens._replace(surprisal=surprisal)
         stays = np.isin(fine, coarse, invert=True)
         if stays.any():
             rows = torch.from_numpy(np.flatnonzero(stays))

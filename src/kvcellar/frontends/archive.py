@@ -28,7 +28,7 @@ from ..ready import ready
 from ..store.base import Appender
 from ..store.local import LocalStore
 from ..tail import compacted, extended
-from .inputs import spans_of, token_ids
+from .inputs import spans_of, surprisals, token_ids
 from .reducedfiles import restore_reduced
 from .search import Hit, search
 from .transformers import Device, dtype_of, fill_cache, give_cache, take_cache
@@ -161,7 +161,7 @@ class Archive:
         """Where a phrase, text or token ids, stands; settings and errors are those of `frontends.search.search`."""
         return search(self, phrase, **settings)
 
-    def append(self, cache: Any, tokens: Any, *, row: int = 0, start: int = 0) -> ArchiveInfo:
+    def append(self, cache: Any, tokens: Any, *, row: int = 0, start: int = 0, log2_probs: Any = None) -> ArchiveInfo:
         """Add the tokens of `cache` that the archive does not hold yet; `tokens` are all T ids of `cache`.
 
         Stored tokens keep their stored values; only new ones are coded. After an error the archive is as before.
@@ -171,6 +171,7 @@ class Archive:
             start: index in the sequence of the first token of `cache` and `tokens`; at most the number of stored
                 tokens. With ``start=len(archive)`` they hold the new tokens alone, and the cost does not grow with
                 the archive; nothing then compares the ids before them.
+            log2_probs: as `save` takes them, one for each of `tokens`.
 
         Raises InvalidInput (mode, geometry, start), TokensMismatch when the ids do not extend the stored ones,
         MissingIdentity, UnsupportedCache, StorageError.
@@ -196,7 +197,9 @@ class Archive:
         if start + len(ids) > matched:
             new, new_ids = kv.tokens(matched - start, len(ids)), ids[matched - start :]
             self._warn_of_second_bos(new_ids)
-            keep, blocks = extended(self._ready_pipeline(), reader, new, new_ids)
+            told = surprisals(log2_probs, len(ids))
+            told = None if told is None else told[matched - start :]
+            keep, blocks = extended(self._ready_pipeline(), reader, new, new_ids, told)
             append_blocks(reader.reader, reader, keep, blocks)
             self._seen = ids if start == 0 else self._seen[:0]
             if reader.reader.size() > 2 * reader.commit.live:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float64
 from torch import Tensor
 
 from ..cache import KVCache
@@ -32,6 +33,21 @@ def token_ids(tokens: Any, row: int = 0, what: str = "tokens") -> np.ndarray:
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID):
         raise InvalidInput(f"{what} from {ids.min()} to {ids.max()}; a token id lies in 0…{MAX_TOKEN_ID}")
     return ids.astype(np.int64)
+
+
+def surprisals(log2_probs: Any, tokens: int) -> Float64[np.ndarray, " tokens"] | None:
+    """−log2 P in bits from log2 P (T,) of each of so many tokens, NaN where unknown. Raises InvalidInput."""
+    if log2_probs is None:
+        return None
+    try:
+        given = np.asarray(log2_probs.detach().cpu() if isinstance(log2_probs, Tensor) else log2_probs, np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInput(f"log2_probs cannot be read as numbers: {error}") from error
+    if given.shape != (tokens,):
+        raise InvalidInput(f"log2_probs of shape {given.shape}; expected one for each of {tokens} tokens")
+    if (given > 0).any():
+        raise InvalidInput(f"log2_probs up to {np.nanmax(given)}; the logarithm of a probability is at most 0")
+    return -given
 
 
 def take_row(cache: Any, tokens: Any, row: int, attention_mask: Any, positions: Any) -> tuple[KVCache, np.ndarray, int]:

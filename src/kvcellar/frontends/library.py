@@ -80,7 +80,8 @@ def save(
             take fewer positions than tokens. Such an archive restores only as a whole.
         reduce_with: the model that a recipe with a reduction asks, where `identity` is given in place of `model`.
         log2_probs: log2 of the model's probability of each stored token given those before it, (T,): finite, at most
-            0, NaN where not known, 0 for a first token that is given. They go into the trie file of the folder
+            0, NaN where not known, 0 for a first token that is given. A recipe whose bits follow surprisal goes by them
+            (`sequential`; without, every token counts as an average one), and they go into the trie file of the folder
             (docs/language.md); a failure there is a warning, since the archive itself is whole.
         progress: told how many layers are reduced, and of how many, by a recipe that reduces.
 
@@ -115,7 +116,8 @@ def save(
         blocks = slot_blocks(manifest, kv, ids)
     else:
         pipeline = ready(chosen, kv.geometry, profile)
-        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position)
+        surprisal = None if told is None else -told.astype("float64")
+        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position, surprisal=surprisal)
     store, name = LocalStore.at(path)
     with Replaceable(store, name), store.replacing(name) as pending:
         embedded = profile.pack() if manifest.profile_embedded and profile else None

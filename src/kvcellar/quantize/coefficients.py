@@ -26,7 +26,7 @@ class Coefficients(Residual):
         residual = [t.float() for t in x] if p is None else [a.float() - b for a, b in zip(x, p, strict=True)]
         transform = self.transform
         flat = transform.forward(residual, at.layers, at.positions, x) if transform else flatten(residual)
-        return self.quantizer.quantize(flat, at.layers, at.grade)
+        return self.quantizer.quantize_told(flat, at.layers, at.grade, at.surprisal)
 
     def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor], at: Place) -> None:
         flat = self.quantizer.dequantize(symbols, at.layers, at.grade)
@@ -38,6 +38,9 @@ class Coefficients(Residual):
             rec = residual[i] if p is None else p[i] + residual[i]
             largest = torch.finfo(tensor.dtype).max
             tensor.copy_(rec.clamp(-largest, largest))
+
+    def surprisal(self, symbols: list[np.ndarray]) -> np.ndarray | None:
+        return self.quantizer.surprisal(symbols)
 
 
 def _require_finite(x: list[Tensor], at: Place) -> None:

@@ -73,7 +73,8 @@ class _Fit:
         kv = cache.layers[layer]
         positions = torch.arange(kv.slots)
         rows = self.rope.forward([kv.keys.float(), kv.values.float()], range(layer, layer + 1), positions)
-        return np.nan_to_num(rows.numpy()[:, self.orders[layer].columns], posinf=0, neginf=0)
+        ordered: np.ndarray = np.nan_to_num(rows.numpy()[:, self.orders[layer].columns], posinf=0, neginf=0)
+        return ordered
 
     def _look(self) -> None:
         """Means, deviations and units of all numbers, and the table of embeddings, from a few samples."""

@@ -36,7 +36,7 @@ class Order(NamedTuple):
 
 def order_of(layer: LayerGeometry, pairs: int, layout: int) -> Order:
     """Of each head the pairs, one after the other, then the rest of the keys, then the values."""
-    turned, rest, width = [], [], layer.key.width
+    turned, rest, width = list[int](), list[int](), layer.key.width
     for head in range(layer.key.heads):
         start = head * width
         for j in range(pairs):
@@ -151,13 +151,13 @@ class Knowledge:
                 f"the profile has no symbols.{error.args[0]}: it was made for another recipe"
             ) from None
         knowledge = cls(tuple(found), table, turns, tuple(pairs.tolist()), seen, min(before, table.shape[1]))
-        for i, layer in enumerate(found):
-            layer.require_fitting(knowledge.features(i), f"the profile's layer {i}")
+        for i, learned in enumerate(found):
+            learned.require_fitting(knowledge.features(i), f"the profile's layer {i}")
         return knowledge
 
     def features(self, layer: int) -> int:
         shallower = self.layers[max(0, layer - self.seen) : layer]
-        return self.table.shape[1] + self.before + sum(len(each.order.columns) for each in shallower)
+        return int(self.table.shape[1]) + self.before + sum(len(each.order.columns) for each in shallower)
 
     def embedded(self, tokens: np.ndarray, earlier: np.ndarray) -> np.ndarray:
         """float64 (T, E + before): of the token, and of the one before it the first columns; zeros for unknown ids."""

@@ -43,7 +43,7 @@ def continuation_logits(model: Any, following: Sequence[int], cache: Any) -> Ten
     read = []
     with torch.inference_mode():
         widened = held_in(cache, model.dtype)
-        for ids in torch.tensor([list(following)]).split(_pieces(widened, len(following)), dim=1):
+        for ids in torch.split(torch.tensor([list(following)]), _pieces(widened, len(following)), dim=1):
             read.append(model(ids, cache=widened, use_cache=True).logits[0])
     return torch.cat(read)[:-1]
 
