@@ -231,7 +231,8 @@ class Pipeline:
         Layers a prediction needs but `out` lacks are restored into memory of their own. Raises DamagedArchive.
         """
         layers = [i for group in groups for i in self.groups[group]]
-        whole = {i: out[i] if i in out else allocate(self.geometry, {i: len(tokens.ids)})[i] for i in layers}
+        spare = allocate(self.geometry, {i: len(tokens.ids) for i in layers if i not in out})
+        whole = {i: out[i] if i in out else spare[i] for i in layers}
         if isinstance(self.residual, BitExact):
             symbols = [self.residual.buffers(_sides(whole[i] for i in self.groups[group])) for group in groups]
             if isinstance(self.symbols, CausalCoder):
@@ -245,11 +246,15 @@ class Pipeline:
         coded = {grade: self.buffers(groups, len(at), grade) for grade, at in rows.items() if len(at)}
         self.unpack(groups, parts, coded)
         for grade, arrays in coded.items():
-            place = whole if len(coded) == 1 else allocate(self.geometry, dict.fromkeys(whole, len(rows[grade])))
-            self.dequantize(groups, arrays, tokens.take(rows[grade]), grade, place)
-            if place is not whole:
-                for i, kv in place.items():
-                    whole[i].keys[:, rows[grade]], whole[i].values[:, rows[grade]] = kv.keys, kv.values
+            at = rows[grade]
+            first, last = int(at[0]), int(at[-1])
+            place = {i: kv.tokens(first, last + 1) for i, kv in whole.items()}
+            apart = last - first >= len(at)  # fine tokens on both sides of coarse ones
+            if apart:
+                place = allocate(self.geometry, dict.fromkeys(whole, len(at)))
+            self.dequantize(groups, arrays, tokens.take(at), grade, place)
+            for i, kv in place.items() if apart else ():
+                whole[i].keys[:, at], whole[i].values[:, at] = kv.keys, kv.values
         if tokens.due:
             place = {i: kv.tokens(tokens.due.start, tokens.due.stop) for i, kv in whole.items()}
             due = tokens.take(_slice(tokens.due))
@@ -303,7 +308,7 @@ class Pipeline:
 
     def _layout(self, layers: range, grade: Grade) -> Layout:
         assert isinstance(self.residual, Coefficients)
-        return self.residual.quantizer.layout(layers, grade)
+        return self.residual.layout(layers, grade)
 
 
 def _slice(span: range) -> slice:

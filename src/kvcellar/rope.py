@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .errors import InvalidInput, ProfileMismatch, ProfileMissing, UnsupportedCache
 from .geometry import Geometry
+from .placing import HALF, INTERLEAVED, Angles, place
 from .profile import Profile
 from .stages import Transform
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 BY_LENGTH = ("dynamic", "longrope")
 ASKED = (1, 2, 7, 100)
 TOKENS = 4
-HALF, INTERLEAVED = 0, 1
 
 
 class Turn(NamedTuple):
@@ -110,6 +110,20 @@ class Rope(Transform):
         sides = [torch.empty(t.shape) for t in like]
         self._turn(_columns(coefficients, like), sides, layers, positions, back=False)
         return sides
+
+    def inverse_into(
+        self,
+        coefficients: Float32[Tensor, "tokens coefficients"],
+        out: list[Tensor],
+        layers: range,
+        positions: Int[Tensor, " tokens"],
+    ) -> bool:
+        where = positions.numpy().tobytes()
+        turns: list[Angles | None] = [None] * len(out)
+        for i, layer in enumerate(layers):
+            cos, sin = _angles(self.turns[layer].frequencies, where)
+            turns[2 * i] = Angles(cos.numpy(), sin.numpy(), self.turns[layer].layout)
+        return place(coefficients, out, turns)
 
     def _turn(self, sides: list[Tensor], out: list[Tensor], layers: range, positions: Tensor, *, back: bool) -> None:
         where = positions.numpy().tobytes()

@@ -131,6 +131,13 @@ class Transform(Stage, ABC):
     def inverse(self, coefficients: Tensor, like: list[Tensor], layers: range, positions: Tensor) -> list[Tensor]:
         """Residual tensors shaped like `like`, float32."""
 
+    def inverse_into(self, coefficients: Tensor, out: list[Tensor], layers: range, positions: Tensor) -> bool:
+        """Optional, for speed: `inverse` straight into tensors of a cache, bounded and rounded to their dtype.
+
+        False, with nothing written, where the stage has no such way, or not for these tensors.
+        """
+        return False
+
 
 class Quantizer(Stage, ABC):
     """Coefficients of a group of `layers` to integers and back, each token by itself.

@@ -6,13 +6,16 @@ becomes that number. Tried on: CPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedCache
+from ..placing import place
 from ..residual import Place, Residual
-from ..stages import Quantizer, Transform
+from ..stages import Grade, Quantizer, Transform
 
 
 class Coefficients(Residual):
@@ -20,6 +23,13 @@ class Coefficients(Residual):
 
     def __init__(self, transform: Transform | None, quantizer: Quantizer):
         self.transform, self.quantizer = transform, quantizer
+        self._layouts: dict[tuple[range, Grade], Sequence[tuple[int, type[np.generic]]]] = {}
+
+    def layout(self, layers: range, grade: Grade) -> Sequence[tuple[int, type[np.generic]]]:
+        """The quantizer's, kept: a restore asks for that of each group of each block."""
+        if (layers, grade) not in self._layouts:
+            self._layouts[layers, grade] = self.quantizer.layout(layers, grade)
+        return self._layouts[layers, grade]
 
     def encode(self, x: list[Tensor], p: list[Tensor] | None, at: Place) -> list[np.ndarray]:
         _require_finite(x, at)
@@ -30,6 +40,8 @@ class Coefficients(Residual):
 
     def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor], at: Place) -> None:
         flat = self.quantizer.dequantize(symbols, at.layers, at.grade)
+        if p is None and self._placed(flat, out, at):
+            return
         if self.transform is None:
             residual = unflatten(flat, out)
         else:
@@ -41,6 +53,12 @@ class Coefficients(Residual):
 
     def surprisal(self, symbols: list[np.ndarray]) -> np.ndarray | None:
         return self.quantizer.surprisal(symbols)
+
+    def _placed(self, flat: Tensor, out: list[Tensor], at: Place) -> bool:
+        """The same in one pass where nothing is predicted, if that can be had."""
+        if self.transform is None:
+            return place(flat, out, [None] * len(out))
+        return self.transform.inverse_into(flat, out, at.layers, at.positions)
 
 
 def _require_finite(x: list[Tensor], at: Place) -> None:

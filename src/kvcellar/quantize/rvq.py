@@ -83,6 +83,7 @@ class ResidualVQ(Quantizer):
         self.fine = TurboQuant(bits=fine_bits, fine_bits=fine_bits)
         self.kept = TurboQuant(bits=fine_bits, fine_bits=fine_bits)
         self.kept.leaves = frozenset(self.stages)
+        self._laid_out: dict[range, list[Side]] = {}
 
     def fit_settings(self) -> Mapping[str, object]:
         if self.total is not None:
@@ -117,6 +118,7 @@ class ResidualVQ(Quantizer):
         self.counts = self._fixed(geometry)
         if self.total is not None:
             self.counts = counted(profile, geometry, self.total, MAX_STAGES)
+        self._laid_out = {}
         self.books: dict[str, Books] = {}
         for name, sides in self._shared().items():
             if self.total is not None:
@@ -146,7 +148,7 @@ class ResidualVQ(Quantizer):
         if grade is Grade.FINE:
             return self.fine.dequantize(symbols, layers, grade)
         codes = np.ascontiguousarray(symbols[0])
-        if codes.size and int(codes.max()) >= self.entries:
+        if self.entries <= np.iinfo(codes.dtype).max and codes.size and int(codes.max()) >= self.entries:
             raise DamagedArchive("block part", f"code {int(codes.max())}; there are {self.entries} entries")
         x = self._unset(symbols[1:], len(codes), layers)
         for side in self._sides(layers):
@@ -175,7 +177,7 @@ class ResidualVQ(Quantizer):
         if self.total is not None:
             most = VECTORS_PER_ENTRY * self.entries
             return fit_split(calibration, vectors, settings, self.total, self.entries, most, MAX_STAGES)
-        self.counts = self._fixed(self.geometry)
+        self.counts, self._laid_out = self._fixed(self.geometry), {}
         parts = self._shared()
         found: dict[str, np.ndarray] = {}
         with calibration.progress("codebooks", sum(sides[0].counts[0] for sides in parts.values())) as advance:
@@ -210,8 +212,13 @@ class ResidualVQ(Quantizer):
         sides = ((i, *side) for i, layer in enumerate(geometry.layers) for side in shapes(layer))
         return {(i, name): (self.stages[name],) * side.heads for i, name, side in sides if name in self.stages}
 
-    def _sides(self, layers: range) -> Iterator[Side]:
+    def _sides(self, layers: range) -> list[Side]:
         """The sides that hold numbers and have codebooks."""
+        if (found := self._laid_out.get(layers)) is None:
+            found = self._laid_out[layers] = list(self._laid(layers))
+        return found
+
+    def _laid(self, layers: range) -> Iterator[Side]:
         column = code_column = 0
         for i in layers:
             for name, shape in shapes(self.geometry.layers[i]):

