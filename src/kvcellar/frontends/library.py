@@ -24,6 +24,7 @@ from ..errors import (
     NotAnArchive,
 )
 from ..identity import Identity, require_same
+from ..language.tokenlog import TokenLog, is_token_log
 from ..profile import Profile
 from ..ready import ready
 from ..recipe import Recipe, find_recipe
@@ -34,6 +35,9 @@ from .archive import Archive
 from .fingerprint import require_every_layer, require_plain_positions
 from .inputs import resolve_identity, take_row, token_ids
 from .reducedfiles import is_reduced, slot_blocks, take_reduced
+from .tokenfiles import TokenArchive, common
+from .tokeninfo import describe_log, is_log
+from .tokensave import is_tokens, log_of
 
 Path = str | os.PathLike[str]
 
@@ -64,6 +68,7 @@ def save(
         model: the transformers model it belongs to; or `identity`, an `Identity` or a name, when there is no model.
         recipe: a preset's name, a `Recipe`, or a recipe's JSON object. The default is bit-exact. One that reduces
             needs `model`; a cache that is reduced already takes a bit-exact one, and `tokens` are all it stands for.
+            Of "tokens" the file holds the ids alone (docs/language-tokens.md).
         profile: the calibrated state the recipe needs, stored inside the file with `embed_profile`. Default: the
             newest one that `kvcellar calibrate` made for this recipe and model.
         namespace: archives of different namespaces never see each other.
@@ -73,8 +78,9 @@ def save(
             token, as `generate` counts them from the mask.
         next_position: the position of the token to come, where it is not the one behind the last: models whose images
             take fewer positions than tokens. Such an archive restores only as a whole.
-        reduce_with: the model that a recipe with a reduction asks, where `identity` is given in place of `model`.
-        progress: told how many layers are reduced, and of how many, by a recipe that reduces.
+        reduce_with: the model that a recipe with a reduction, or that codes ids under it, asks, where `identity` is
+            given in place of `model`.
+        progress: told how many layers are reduced, and of how many, by a recipe that reduces; or tokens, by `tokens`.
 
     Raises MissingIdentity, TokensMismatch, InvalidInput (also for a multimodal model without `next_position`),
     UnsupportedCache (naming the layer), InvalidRecipe, ProfileMissing, ArchiveLocked, NotAnArchive (an existing file
@@ -86,6 +92,13 @@ def save(
     if next_position is None and model is not None:
         require_plain_positions(model)
     chosen, first_position = find_recipe(recipe), 0
+    if is_tokens(chosen):
+        if next_position is not None or is_reduced(cache):
+            raise InvalidInput("recipe tokens: neither a reduced cache nor one with next_position can be replayed")
+        kv, ids, first_position = take_row(cache, tokens, row, attention_mask, positions)
+        asked = reduce_with if model is None else model
+        about = {"first": first_position, "namespace": namespace, "model": asked, "progress": progress}
+        return _save_log(path, log_of(chosen, who, kv, ids, **about))
     reduced = chosen.reduce is not None or is_reduced(cache)
     if reduced:
         if next_position is not None:
@@ -113,6 +126,14 @@ def save(
         return describe(archive)
 
 
+def _save_log(path: Path, log: TokenLog) -> ArchiveInfo:
+    store, name = LocalStore.at(path)
+    data = log.pack()
+    with Replaceable(store, name), store.replacing(name) as pending:
+        pending.append(data)
+    return describe_log(log, str(store.folder / name), len(data))
+
+
 class Replaceable:
     """Hold the writer lock of a file about to be replaced, so that no append to it is lost; refuse foreign files."""
 
@@ -138,7 +159,7 @@ class Replaceable:
 
 def _refuse_foreign(existing: Reader) -> None:
     start = existing.read(0, len(MAGIC))
-    if start and start != MAGIC[: len(start)]:
+    if start and start != MAGIC[: len(start)] and not is_token_log(start):
         raise NotAnArchive(f"{existing.name} exists and is no kvcellar archive; it is left as it is")
 
 
@@ -161,8 +182,12 @@ def open(
     allow_mismatch: bool = False,
     mode: str = "r",
     config: Any = None,
-) -> Archive:
+    replay_with: Any = None,
+) -> Archive | TokenArchive:
     """Open the archive at `path`; with mode ``"a"`` also for appending, alone.
+
+    An archive of recipe `tokens` comes as a `TokenArchive`, whose cache `model` computes, or `replay_with` where
+    `identity` is given.
 
     A reduced cache is restored for a model's config: that of `model`, or `config` where `identity` is given.
 
@@ -176,6 +201,12 @@ def open(
     store, name = LocalStore.at(path)
     handle = store.open_appender(name) if mode == "a" else store.open_reader(name)
     try:
+        if is_log(handle):
+            asked = replay_with if model is None else model
+            log = TokenArchive(store, name, handle, namespace, who, asked)
+            if who is not None and not allow_mismatch:
+                require_same(log.manifest.identity, who, str(path))
+            return log
         reader = ArchiveReader(handle, namespace)
         if who is not None and not allow_mismatch:
             require_same(reader.manifest.identity, who, str(path))
@@ -216,12 +247,13 @@ def find(
         if not name.endswith(".kvc"):
             continue
         try:
-            with ArchiveReader(store.open_reader(name), namespace) as reader:
-                if reader.manifest.identity != who:
+            with store.open_reader(name) as handle:
+                found = _match(handle, namespace, who, ids)
+                if found is None:
                     continue
-                matched, stored = reader.match(ids)
+                matched, stored, tokens = found
                 if matched > best.matched or (best.path is None and matched):
-                    best = Found(str(store.folder / name), matched, _why(reader.tokens, ids, matched, stored))
+                    best = Found(str(store.folder / name), matched, _why(tokens, ids, matched, stored))
                 elif best.path is None and stored is not None:
                     best = Found(None, 0, f"token 0: stored {stored}, prompt {int(ids[0])} (nothing matches)")
         except (ArchiveNotFound, NotAnArchive):
@@ -229,6 +261,19 @@ def find(
         except KVCellarError as error:
             warnings.warn(f"passed over {name}: {error}", stacklevel=2)
     return best
+
+
+def _match(handle: Reader, namespace: str, who: Identity, ids: np.ndarray) -> tuple[int, int | None, int] | None:
+    """How many first ids of an archive of `who` agree, the stored id where they part, and its tokens; else None."""
+    if not is_log(handle):
+        reader = ArchiveReader(handle, namespace)
+        return (*reader.match(ids), reader.tokens) if reader.manifest.identity == who else None
+    log = TokenLog.read(handle, namespace)
+    if log.identity != who:
+        return None
+    held = log.token_ids()
+    matched = common(held, ids)
+    return matched, int(held[matched]) if matched < min(len(held), len(ids)) else None, log.tokens
 
 
 def _why(tokens: int, ids: np.ndarray, matched: int, stored: int | None) -> str:
