@@ -74,7 +74,7 @@ def _check(
             digest.update(f"{index} {side} {start} {heads} {tokens} {width}".encode())
             if not x.numel():
                 continue
-            digest.update(memoryview(x.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            digest.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().data)
             by_token = x.double().numpy().transpose(1, 0, 2).reshape(tokens, heads * width)
             over_tokens = _signs(0, start, tokens, sketches).T @ by_token
             sketch += (over_tokens * _signs(2 * index + side + 1, 0, heads * width, sketches).T).sum(axis=1)

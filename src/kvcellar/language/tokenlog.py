@@ -23,7 +23,6 @@ from ..identity import MAX_LABEL, MODEL, NAME, Identity
 from ..recipe import Recipe, tokens_recipe
 from ..store.base import Reader
 from .blocks import Segment, blocks_of
-from .idcode import decode_ids
 
 VERSION = 1
 MAX_FILE = 1 << 30
@@ -74,6 +73,8 @@ class TokenLog:
                 "the token ids are coded under the model alone: restore(model=…) decodes them (save with keep_ids to "
                 "read them without it)"
             )
+        from .idcode import decode_ids  # compiled code, which `info` does without
+
         return self.checked(decode_ids(self.ids, self.tokens))
 
     def checked(self, ids: np.ndarray) -> np.ndarray:
