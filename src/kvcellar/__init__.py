@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import KVCellarError
 from .identity import Identity
-from .recipe import Recipe
+from .recipe import Recipe, tokens_recipe
 
 if TYPE_CHECKING:
     from .cache import KVCache, LayerKV, Restored
@@ -85,6 +85,7 @@ __all__ = [
     "repair",
     "save",
     "spans_for",
+    "tokens_recipe",
     "use_ragged_attention",
 ]
 

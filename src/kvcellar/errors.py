@@ -7,7 +7,8 @@ KVCellarError
 ├── UnsupportedCache                 a layer this version cannot store; the message names it
 ├── IdentityError
 │   ├── MissingIdentity              neither a model nor an identity was given
-│   └── IdentityMismatch             the archive belongs to another model
+│   ├── IdentityMismatch             the archive belongs to another model
+│   └── RuntimeMismatch              ids coded under a model that another runtime computed
 ├── ProfileError
 │   ├── ProfileMissing               the profile an archive names cannot be found
 │   └── ProfileMismatch              a profile that is not the one the archive names, or is damaged
@@ -59,6 +60,10 @@ class MissingIdentity(IdentityError):
 
 
 class IdentityMismatch(IdentityError):
+    pass
+
+
+class RuntimeMismatch(IdentityError):
     pass
 
 

@@ -183,6 +183,22 @@ SEQUENTIAL = Recipe(
     symbols={"id": "adaptive/1"},
     window=Window(4, 32),
 )
+
+
+def tokens_recipe(*, model_coded: bool = False, keep_ids: bool | None = None, chunk: int | None = None) -> Recipe:
+    """The recipe that keeps token ids alone; the model computes the cache anew (docs/language-tokens.md).
+
+    Args:
+        model_coded: code the ids under the model, in its entropy; only the same model and runtime reads them.
+        keep_ids: keep the ids in the model-free code too. Default: unless they are coded under the model.
+        chunk: in steps of how many tokens the cache was computed, if that is known; a replay takes the same.
+    """
+    keep = not model_coded if keep_ids is None else keep_ids
+    return Recipe("tokens", {"id": TOKEN_LOG, "model_coded": model_coded, "keep_ids": keep, "chunk": chunk})
+
+
+TOKEN_LOG = "tokens/1"
+TOKENS = tokens_recipe()
 PRESETS = {recipe.name: recipe for recipe in (EXACT, *TURBO, FRACTAL, *CELLAR, SEQUENTIAL, EXACT_SMALL)}
 
 
@@ -191,7 +207,7 @@ def find_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str):
-        if recipe not in PRESETS:
-            raise InvalidRecipe(f"unknown recipe {recipe!r}; known: {', '.join(PRESETS)}")
-        return PRESETS[recipe]
+        if recipe not in PRESETS and recipe != TOKENS.name:
+            raise InvalidRecipe(f"unknown recipe {recipe!r}; known: {', '.join([*PRESETS, TOKENS.name])}")
+        return PRESETS.get(recipe, TOKENS)
     return Recipe.from_json(recipe)

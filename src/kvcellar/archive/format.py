@@ -15,6 +15,7 @@ from ..errors import DamagedArchive, NewerFormat, NotAnArchive, OlderFormat, Uns
 from ..store.base import Reader
 
 MAGIC = b"\x89KVC\r\n\x1a\n"
+TOKEN_LOG_MAGIC = b"\x89KVT"
 MAJOR, MINOR = 1, 0
 REDUCED = 2
 """Header flag: blocks hold slots of a reduced cache. Readers that do not know it take the file for a newer one."""
@@ -44,6 +45,8 @@ def check_header(data: bytes, name: str) -> int:
     """The header's flags. Raises NotAnArchive, DamagedArchive, NewerFormat or OlderFormat for files of others."""
     if not data:
         raise DamagedArchive("header", f"{name} is empty")
+    if data[: len(TOKEN_LOG_MAGIC)] == TOKEN_LOG_MAGIC:
+        raise NotAnArchive(f"{name} is a token log (recipe tokens), which has no blocks: this takes archives that do")
     if data[: len(MAGIC)] != MAGIC[: len(data)]:
         raise NotAnArchive(f"{name} is not a kvcellar archive: it starts with {data[:8]!r}, expected {MAGIC!r}")
     if len(data) < HEADER_SIZE:

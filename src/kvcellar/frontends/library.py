@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ..archive.format import MAGIC
@@ -25,6 +26,7 @@ from ..errors import (
 )
 from ..identity import Identity, require_same
 from ..language.cells import checked_log2_probs
+from ..language.tokenlog import TokenLog, is_token_log
 from ..profile import Profile
 from ..ready import ready
 from ..recipe import Recipe, find_recipe
@@ -38,6 +40,9 @@ from .reducedfiles import is_reduced, slot_blocks, take_reduced
 from .sessions import Found as Found
 from .sessions import find as find
 from .sessions import remember
+from .tokenfiles import TokenArchive
+from .tokeninfo import describe_log, is_log
+from .tokensave import is_tokens, log_of
 
 Path = str | os.PathLike[str]
 
@@ -69,6 +74,7 @@ def save(
         model: the transformers model it belongs to; or `identity`, an `Identity` or a name, when there is no model.
         recipe: a preset's name, a `Recipe`, or a recipe's JSON object. The default is bit-exact. One that reduces
             needs `model`; a cache that is reduced already takes a bit-exact one, and `tokens` are all it stands for.
+            Of "tokens" the file holds the ids alone (docs/language-tokens.md).
         profile: the calibrated state the recipe needs, stored inside the file with `embed_profile`. Default: the
             newest one that `kvcellar calibrate` made for this recipe and model.
         namespace: archives of different namespaces never see each other.
@@ -78,12 +84,13 @@ def save(
             token, as `generate` counts them from the mask.
         next_position: the position of the token to come, where it is not the one behind the last: models whose images
             take fewer positions than tokens. Such an archive restores only as a whole.
-        reduce_with: the model that a recipe with a reduction asks, where `identity` is given in place of `model`.
+        reduce_with: the model that a recipe with a reduction, or that codes ids under it, asks, where `identity` is
+            given in place of `model`.
         log2_probs: log2 of the model's probability of each stored token given those before it, (T,): finite, at most
             0, NaN where not known, 0 for a first token that is given. A recipe whose bits follow surprisal goes by them
             (`sequential`; without, every token counts as an average one), and they go into the trie file of the folder
             (docs/language.md); a failure there is a warning, since the archive itself is whole.
-        progress: told how many layers are reduced, and of how many, by a recipe that reduces.
+        progress: told how many layers are reduced, and of how many, by a recipe that reduces; or tokens, by `tokens`.
 
     Raises MissingIdentity, TokensMismatch, InvalidInput (also for a multimodal model without `next_position`),
     UnsupportedCache (naming the layer), InvalidRecipe, ProfileMissing, ArchiveLocked, NotAnArchive (an existing file
@@ -95,6 +102,16 @@ def save(
     if next_position is None and model is not None:
         require_plain_positions(model)
     chosen, first_position = find_recipe(recipe), 0
+    if is_tokens(chosen):
+        if next_position is not None or is_reduced(cache):
+            raise InvalidInput("recipe tokens: neither a reduced cache nor one with next_position can be replayed")
+        kv, ids, first_position = take_row(cache, tokens, row, attention_mask, positions)
+        asked = reduce_with if model is None else model
+        about = {"first": first_position, "namespace": namespace, "model": asked, "progress": progress}
+        told = _told(log2_probs, len(ids))
+        info = _save_log(path, log_of(chosen, who, kv, ids, **about))
+        _remember(path, who, namespace, ids, told)
+        return info
     reduced = chosen.reduce is not None or is_reduced(cache)
     if reduced:
         if next_position is not None:
@@ -103,9 +120,7 @@ def save(
         kv, ids, chosen = take_reduced(cache, tokens, chosen, asked, row, attention_mask, positions, progress)
     else:
         kv, ids, first_position = take_row(cache, tokens, row, attention_mask, positions)
-    if isinstance(log2_probs, Tensor):
-        log2_probs = log2_probs.detach().float().cpu().numpy()
-    told = None if log2_probs is None else checked_log2_probs(log2_probs, len(ids))
+    told = _told(log2_probs, len(ids))
     if model is not None:
         require_every_layer(model, len(kv.layers))
     if profile is None and not reduced:
@@ -122,13 +137,31 @@ def save(
     with Replaceable(store, name), store.replacing(name) as pending:
         embedded = profile.pack() if manifest.profile_embedded and profile else None
         write_archive(pending, manifest, blocks, embedded, next_position)
-    if told is not None:
-        try:
-            remember(store, name, who, namespace, ids, told)
-        except (KVCellarError, OSError) as error:
-            warnings.warn(f"the tokens' probabilities are not kept: {error}", stacklevel=2)
+    _remember(path, who, namespace, ids, told)
     with ArchiveReader(store.open_reader(name), namespace) as archive:
         return describe(archive)
+
+
+def _told(log2_probs: Any, tokens: int) -> np.ndarray | None:
+    if isinstance(log2_probs, Tensor):
+        log2_probs = log2_probs.detach().float().cpu().numpy()
+    return None if log2_probs is None else checked_log2_probs(log2_probs, tokens)
+
+
+def _remember(path: Path, who: Identity, namespace: str, ids: np.ndarray, told: np.ndarray | None) -> None:
+    if told is not None:
+        try:
+            remember(*LocalStore.at(path), who, namespace, ids, told)
+        except (KVCellarError, OSError) as error:
+            warnings.warn(f"the tokens' probabilities are not kept: {error}", stacklevel=3)
+
+
+def _save_log(path: Path, log: TokenLog) -> ArchiveInfo:
+    store, name = LocalStore.at(path)
+    data = log.pack()
+    with Replaceable(store, name), store.replacing(name) as pending:
+        pending.append(data)
+    return describe_log(log, str(store.folder / name), len(data))
 
 
 class Replaceable:
@@ -156,7 +189,7 @@ class Replaceable:
 
 def _refuse_foreign(existing: Reader) -> None:
     start = existing.read(0, len(MAGIC))
-    if start and start != MAGIC[: len(start)]:
+    if start and start != MAGIC[: len(start)] and not is_token_log(start):
         raise NotAnArchive(f"{existing.name} exists and is no kvcellar archive; it is left as it is")
 
 
@@ -179,8 +212,12 @@ def open(
     allow_mismatch: bool = False,
     mode: str = "r",
     config: Any = None,
-) -> Archive:
+    replay_with: Any = None,
+) -> Archive | TokenArchive:
     """Open the archive at `path`; with mode ``"a"`` also for appending, alone.
+
+    An archive of recipe `tokens` comes as a `TokenArchive`, whose cache `model` computes, or `replay_with` where
+    `identity` is given.
 
     A reduced cache is restored for a model's config: that of `model`, or `config` where `identity` is given.
 
@@ -194,6 +231,12 @@ def open(
     store, name = LocalStore.at(path)
     handle = store.open_appender(name) if mode == "a" else store.open_reader(name)
     try:
+        if is_log(handle):
+            asked = replay_with if model is None else model
+            log = TokenArchive(store, name, handle, namespace, who, asked)
+            if who is not None and not allow_mismatch:
+                require_same(log.manifest.identity, who, str(path))
+            return log
         reader = ArchiveReader(handle, namespace)
         if who is not None and not allow_mismatch:
             require_same(reader.manifest.identity, who, str(path))

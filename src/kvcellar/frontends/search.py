@@ -15,8 +15,10 @@ import numpy as np
 
 from ..archive.reader import ArchiveReader
 from ..errors import InvalidInput
+from ..language.tokenlog import TokenLog
 from ..search import suffix
 from ..store.local import LocalStore
+from .tokeninfo import is_log
 
 if TYPE_CHECKING:
     from .archive import Archive
@@ -118,8 +120,10 @@ def _stored_ids(archive: Archive | ArchiveReader | str | os.PathLike[str], names
     if not isinstance(archive, (str, os.PathLike)):
         return archive.tokens
     store, name = LocalStore.at(archive)
-    with ArchiveReader(store.open_reader(name), namespace) as reader:
-        return reader.token_ids()
+    with store.open_reader(name) as handle:
+        if is_log(handle):
+            return TokenLog.read(handle, namespace).token_ids()
+        return ArchiveReader(handle, namespace).token_ids()
 
 
 def _exact(stored: np.ndarray, asked: list[np.ndarray]) -> list[tuple[int, int, float]]:

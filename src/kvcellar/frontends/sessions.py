@@ -21,10 +21,14 @@ from ..archive.reader import ArchiveReader
 from ..errors import ArchiveNotFound, KVCellarError, MissingIdentity, NewerFormat, NotAnArchive
 from ..identity import Identity, require_text
 from ..language.cells import Kinship
+from ..language.tokenlog import TokenLog
 from ..language.trie import LanguageTrie
 from ..language.triefile import Entry, Stamp, trie_key
+from ..store.base import Reader
 from ..store.local import LocalStore
 from .inputs import resolve_identity, token_ids
+from .tokenfiles import common
+from .tokeninfo import is_log
 from .trielog import TrieLog
 
 Path = str | os.PathLike[str]
@@ -134,8 +138,9 @@ class Sessions:
         near = self.trie.nearest(ids)
         if near is not None and near.kinship.same and found.matched == len(ids):
             name = near.name
-        with ArchiveReader(self.store.open_reader(name), self.namespace) as reader:
-            matched, tokens = reader.match(ids)[0], reader.tokens
+        with self.store.open_reader(name) as handle:
+            _, session = _session(handle, self.namespace)
+            matched, tokens = session.match(ids)[0], session.tokens
         same = matched == len(ids) == tokens
         return Nearest(str(self.store.folder / name), matched, tokens, Kinship(self.trie.cell(ids[:matched]), same))
 
@@ -184,10 +189,11 @@ class Sessions:
     def _read_archive(self, name: str, stamp: Stamp) -> Entry:
         """Raises KVCellarError for one that is damaged, or that this version cannot read."""
         try:
-            with ArchiveReader(self.store.open_reader(name), self.namespace) as reader:
-                if reader.manifest.identity != self.identity:
+            with self.store.open_reader(name) as handle:
+                who, session = _session(handle, self.namespace)
+                if who != self.identity:
                     return Entry(name, stamp, None)
-                return Entry(name, stamp, reader.token_ids().astype(np.uint32))
+                return Entry(name, stamp, session.token_ids().astype(np.uint32))
         except (ArchiveNotFound, NotAnArchive):
             return Entry(name, stamp, None)
 
@@ -226,12 +232,13 @@ class Sessions:
         remarks = []
         for name in sorted(names):
             try:
-                with ArchiveReader(self.store.open_reader(name), self.namespace) as reader:
-                    if reader.manifest.identity != self.identity:
+                with self.store.open_reader(name) as handle:
+                    who, session = _session(handle, self.namespace)
+                    if who != self.identity:
                         continue
-                    matched, stored = reader.match(ids)
+                    matched, stored = session.match(ids)
                     if matched > best.matched or (best.path is None and matched):
-                        best = Found(str(self.store.folder / name), matched, _why(reader.tokens, ids, matched, stored))
+                        best = Found(str(self.store.folder / name), matched, _why(session.tokens, ids, matched, stored))
                     elif best.path is None and stored is not None:
                         best = Found(None, 0, f"token 0: stored {stored}, prompt {int(ids[0])} (nothing matches)")
             except (ArchiveNotFound, NotAnArchive):
@@ -239,6 +246,30 @@ class Sessions:
             except KVCellarError as error:
                 remarks.append(f"passed over {name}: {error}")
         return best, remarks
+
+
+class _Logged:
+    """Tokens of a token log, as an archive's are looked at. Raises KVCellarError where only the model decodes them."""
+
+    def __init__(self, log: TokenLog):
+        self._ids = log.token_ids()
+        self.tokens = len(self._ids)
+
+    def token_ids(self) -> np.ndarray:
+        return self._ids
+
+    def match(self, prompt: np.ndarray) -> tuple[int, int | None]:
+        matched = common(self._ids, prompt)
+        return matched, int(self._ids[matched]) if matched < min(self.tokens, len(prompt)) else None
+
+
+def _session(handle: Reader, namespace: str) -> tuple[Identity, ArchiveReader | _Logged]:
+    """Whose session a file holds, and its tokens. Raises KVCellarError."""
+    if is_log(handle):
+        log = TokenLog.read(handle, namespace)
+        return log.identity, _Logged(log)
+    reader = ArchiveReader(handle, namespace)
+    return reader.manifest.identity, reader
 
 
 def _why(tokens: int, ids: np.ndarray, matched: int, stored: int | None) -> str:
@@ -260,8 +291,9 @@ def remember(
         stamp = Stamp.of(os.stat(store.folder / name))
     except OSError:
         return
-    with ArchiveReader(store.open_reader(name), namespace) as reader:
-        unchanged = reader.tokens == len(tokens) == reader.match(tokens)[0] and reader.manifest.identity == identity
+    with store.open_reader(name) as handle:
+        who, session = _session(handle, namespace)
+        unchanged = session.tokens == len(tokens) == session.match(tokens)[0] and who == identity
     if unchanged:
         log = TrieLog(store, trie_key(identity, namespace))
         with log.writing() as file:

@@ -9,6 +9,7 @@ import click
 from .common import emit, json_option, model_option, namespace_option
 from .generate import opened
 from .info import summary
+from .tokens import restored_with_progress, stored_ids
 
 
 @click.command("append")
@@ -26,10 +27,10 @@ def command(file: str, text: str, model_dir: str | None, namespace: str, as_json
 
     content = read_text(text)
     with opened(file, model_dir, namespace, mode="a", quiet=as_json) as (archive, local):
-        stored = archive.tokens.tolist()
+        stored = stored_ids(archive, quiet=as_json)
         new = local.encode(content, continues=True)
         local.require_room(len(stored) + len(new))
-        cache = archive.restore().cache
+        cache = restored_with_progress(archive, quiet=as_json).cache
         started = time.perf_counter()
         local.prefill(new, cache, quiet=as_json)
         prefilled = time.perf_counter()

@@ -10,6 +10,7 @@ import click
 
 from ...errors import InvalidInput
 from .common import emit, json_option, model_option, namespace_option
+from .tokens import restored_with_progress, stored_ids
 
 
 @click.command("generate")
@@ -67,12 +68,12 @@ def command(
     if phrase is not None and (keep or not prompt):
         raise InvalidInput("--from-search needs --prompt, and leaves no whole cache that --append could keep")
     with opened(file, model_dir, namespace, mode="a" if keep else "r", quiet=as_json) as (archive, local):
-        stored = archive.tokens.tolist()
+        stored = stored_ids(archive, quiet=as_json)
         ids = stored + (local.encode(prompt, continues=True) if prompt else [])
         local.require_room(len(ids) + max_new_tokens)
         started = time.perf_counter()
         if phrase is None:
-            restored = archive.restore(prompt=ids)
+            restored = restored_with_progress(archive, quiet=as_json, prompt=ids)
         else:
             restored = archive.restore(positions=_places(archive, local, phrase, hits, context))
         restore_s = time.perf_counter() - started
@@ -114,11 +115,15 @@ class opened:  # noqa: N801 (used like a function)
 
     def __init__(self, file: str, model_dir: str | None, namespace: str, mode: str, *, quiet: bool = True):
         from ...archive.reader import ArchiveReader
+        from ...language.tokenlog import TokenLog
         from ...store.local import LocalStore
+        from ..tokeninfo import is_log
 
         store, name = LocalStore.at(file)
-        with ArchiveReader(store.open_reader(name), namespace) as reader:  # fails before a model is loaded
-            identity, geometry = reader.manifest.identity, reader.manifest.geometry
+        with store.open_reader(name) as handle:  # fails before a model is loaded
+            log = TokenLog.read(handle, namespace) if is_log(handle) else None
+            manifest = log if log is not None else ArchiveReader(handle, namespace).manifest
+            identity, geometry = manifest.identity, manifest.geometry
         from .models import LocalModel, folder_of
 
         folder = model_dir or folder_of(identity)
@@ -137,6 +142,7 @@ class opened:  # noqa: N801 (used like a function)
             namespace=self.namespace,
             mode=self.mode,
             config=self.local.model.config,
+            replay_with=self.local.model,
         )
         return self.archive, self.local
 

@@ -6,9 +6,11 @@ import click
 
 from ...archive.info import ArchiveInfo, coarse_bytes_per_token, describe
 from ...archive.reader import ArchiveReader
+from ...language.tokenlog import TokenLog
 from ...recipe import STAGES
 from ...store.local import LocalStore
 from ..curve import Spent, spent
+from ..tokeninfo import describe_log, is_log, log_facts
 from .common import emit, facts, human_bytes, json_option, namespace_option
 
 
@@ -24,7 +26,15 @@ def command(file: str, namespace: str, as_json: bool) -> None:
     the text lies far from what the profile was made from.
     """
     store, name = LocalStore.at(file)
-    with ArchiveReader(store.open_reader(name), namespace) as archive:
+    with store.open_reader(name) as handle:
+        if is_log(handle):
+            from .tokens import log_summary
+
+            log = TokenLog.read(handle, namespace)
+            about = describe_log(log, handle.name, handle.size())
+            emit({**about.to_json(), **log_facts(log)}, log_summary(log, about), as_json=as_json)
+            return
+        archive = ArchiveReader(handle, namespace)
         info, coarse = describe(archive), coarse_bytes_per_token(archive)
         compared = spent(archive.manifest.recipe, archive.manifest.profile, coarse)
     facts_for_programs = {

@@ -14,6 +14,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -73,21 +74,32 @@ def command(
         raise InvalidInput("give --model or --identity, not both")
     goal = _goal(file, out, force=force)
     from ..library import open as open_archive
+    from ..tokensave import is_tokens
+    from .tokens import replayed_archive
 
-    open_archive(file, namespace=namespace).close()  # fails before a model is loaded
+    with open_archive(file, namespace=namespace) as found:  # fails before a model is loaded
+        replayed = is_tokens(found.manifest.recipe)
+        if replayed and model_dir is None:
+            from .models import folder_of
+
+            model_dir = str(folder_of(found.manifest.identity))
     who = identity
     if model_dir is not None:
         from .models import LocalModel
 
         if not as_json:
             click.echo(f"loading {Path(model_dir).name} …", err=True)
-        who = LocalModel(model_dir).identity  # type: ignore[assignment]
+        local = LocalModel(model_dir)
+        who = local.identity  # type: ignore[assignment]
     started = time.perf_counter()
-    with open_archive(file, identity=who, namespace=namespace) as archive:
+    with ExitStack() as stack:
+        archive: Any = stack.enter_context(open_archive(file, identity=who, namespace=namespace))
         manifest, info = archive.manifest, archive.info()
+        if replayed:
+            archive = stack.enter_context(replayed_archive(archive, local.model, goal.parent, quiet=as_json))
         spans = ranges(positions, len(archive), "--positions")
         layers = [index for span in ranges(chosen_layers, info.layers, "--layers") for index in span]
-        result = _written(archive, goal, spans, layers, dtype, quiet=as_json)
+        result = _written(archive, manifest.recipe, goal, spans, layers, dtype, quiet=as_json)
     result |= {
         "archive": file,
         "out": str(goal),
@@ -153,7 +165,7 @@ def _from_a_restore(path: Path) -> bool:
 
 
 def _written(
-    archive: Any, goal: Path, spans: list[range], layers: list[int], dtype: str | None, *, quiet: bool
+    archive: Any, recipe: Any, goal: Path, spans: list[range], layers: list[int], dtype: str | None, *, quiet: bool
 ) -> dict[str, Any]:
     """Write the file; says what is in it."""
     import numpy as np
@@ -184,7 +196,7 @@ def _written(
         LocalStore(goal.parent).replacing(goal.name) as pending,
         progress("restore", len(read), quiet=quiet) as advance,
     ):
-        pending.append(_header(archive.manifest, next_position, shapes))
+        pending.append(_header(archive.manifest, recipe, next_position, shapes))
         for numbers in tokens.values():
             pending.append(numbers.astype("<i8").tobytes())
         for data in _layers(archive, read, dtype):
@@ -230,7 +242,7 @@ def _layers(archive: Any, read: Mapping[int, list[range]], dtype: str | None) ->
             yield b"".join(x.view(torch.uint8).numpy().tobytes() for x in sides if x.numel())
 
 
-def _header(manifest: Any, next_position: int, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+def _header(manifest: Any, recipe: Any, next_position: int, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
     """Length and JSON of the tensors, which lie one behind the other, and of what they are."""
     import math
 
@@ -238,7 +250,7 @@ def _header(manifest: Any, next_position: int, shapes: Mapping[str, tuple[str, t
         "format": "pt",
         "kvcellar": MARK,
         "identity": json.dumps(manifest.identity.to_json(), ensure_ascii=False),
-        "recipe": json.dumps(manifest.recipe.to_json(), ensure_ascii=False),
+        "recipe": json.dumps(recipe.to_json(), ensure_ascii=False),
         "namespace": manifest.namespace,
         "next_position": str(next_position),
     }

@@ -11,6 +11,7 @@ from ...recipe import EXACT
 from .common import emit, json_option, namespace_option, progress
 from .info import summary
 from .recipes import chosen_recipe, recipe_of_model, recipe_option, require_one, target_kl_option
+from .tokens import is_tokens, log_recipe
 
 
 @click.command("save")
@@ -34,6 +35,12 @@ from .recipes import chosen_recipe, recipe_of_model, recipe_option, require_one,
     is_flag=True,
     help="Do not keep what the model thought of each token for `find --nearest`; the prefill is a little faster.",
 )
+@click.option(
+    "--model-coded",
+    is_flag=True,
+    help="With --recipe tokens: code the ids under the model. Two runs of it, token by token.",
+)
+@click.option("--keep-ids", is_flag=True, help="With --model-coded: keep the ids in a form that needs no model, too.")
 @namespace_option
 @json_option
 def command(
@@ -45,6 +52,8 @@ def command(
     max_tokens: int | None,
     dtype: str,
     no_probabilities: bool,
+    model_coded: bool,
+    keep_ids: bool,
     namespace: str,
     as_json: bool,
 ) -> None:
@@ -58,7 +67,7 @@ def command(
     from .models import read_text
 
     require_one(recipe, target_kl)
-    named = chosen_recipe(recipe)
+    named = log_recipe(chosen_recipe(recipe), model_coded=model_coded, keep_ids=keep_ids)
     content = read_text(text)
 
     from ..library import require_replaceable, save
@@ -78,8 +87,10 @@ def command(
     started = time.perf_counter()
     told = local.prefill(ids, cache, quiet=as_json, probabilities=not no_probabilities)
     prefilled = time.perf_counter()
-    quiet = as_json or chosen.reduce is None
-    with progress("reducing", len(cache.layers), quiet=quiet) as advance:
+    quiet = as_json or (chosen.reduce is None and not model_coded)
+    with progress(
+        *(("coding", 2 * len(ids)) if model_coded else ("reducing", len(cache.layers))), quiet=quiet
+    ) as advance:
         info = save(
             out,
             cache,
@@ -95,6 +106,8 @@ def command(
     saved = time.perf_counter()
     timing = {"prefill_s": prefilled - started, "save_s": saved - prefilled}
     lines = [*summary(info), f"took       prefill {timing['prefill_s']:.2f} s, save {timing['save_s']:.2f} s"]
+    if named is not None and is_tokens(named):
+        lines.append("hint       the file holds token ids alone: whoever restores it runs the model over them again")
     if chosen == EXACT:
         lines.append("hint       --recipe turbo-4 needs no profile and takes less than half of this, at little loss")
     emit({**info.to_json(), **timing}, lines, as_json=as_json)

@@ -9,7 +9,9 @@ import click
 
 from ...archive.reader import ArchiveReader
 from ...errors import ArchiveNotFound, InvalidInput, MissingExtra
+from ...language.tokenlog import TokenLog
 from ...store.local import LocalStore
+from ..tokeninfo import is_log
 from .common import emit, json_option, model_option, namespace_option
 from .find import _numbers
 
@@ -55,8 +57,11 @@ def command(
     if (phrase is None) == (given is None):
         raise InvalidInput("give PHRASE or --tokens, one of them")
     store, name = LocalStore.at(file)
-    with ArchiveReader(store.open_reader(name), namespace) as reader:
-        identity, stored = reader.manifest.identity, reader.token_ids()
+    with store.open_reader(name) as handle:
+        log = TokenLog.read(handle, namespace) if is_log(handle) else None
+        reader = ArchiveReader(handle, namespace) if log is None else None
+        identity = log.identity if reader is None else reader.manifest.identity  # type: ignore[union-attr]
+        stored = log.token_ids() if reader is None else reader.token_ids()  # type: ignore[union-attr]
         tokenizer: Any = _tokenizer(model_dir, identity) if phrase is not None or model_dir else None
         from ..search import readings, search
 
@@ -64,7 +69,14 @@ def command(
         lengths = {len(asked)} if given is not None else {len(ids) for ids in readings(phrase or "", tokenizer)}
         started = time.perf_counter()
         mode: Any = "fuzzy" if at_least else "exact"
-        hits = search(reader, asked, tokenizer=tokenizer, mode=mode, at_least=at_least)
+        hits = search(
+            file if reader is None else reader,
+            asked,
+            namespace=namespace,
+            tokenizer=tokenizer,
+            mode=mode,
+            at_least=at_least,
+        )
         seconds = time.perf_counter() - started
     shown = [_shown(hit, stored, context, tokenizer) for hit in hits[:limit]]
     result = {
