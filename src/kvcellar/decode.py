@@ -15,6 +15,7 @@ from .archive.reader import ArchiveReader, Block
 from .cache import LayerKV, allocate
 from .errors import DamagedArchive
 from .pipeline import Pipeline, Tokens
+from .replayed import Replay, Replayed, required
 from .stages import LOOKBACK, Grade
 from .window import FineWindow, Symbols
 
@@ -62,14 +63,15 @@ def coarse_symbols(pipeline: Pipeline, reader: ArchiveReader, layer: int) -> lis
     return [np.concatenate(of_blocks) for of_blocks in zip(*found, strict=True)]
 
 
-def tokens_of(pipeline: Pipeline, reader: ArchiveReader, block: Block) -> Tokens:
-    """A block's tokens, those stored fine that newer ones made coarse being due."""
+def tokens_of(pipeline: Pipeline, reader: ArchiveReader, block: Block, replayed: Replayed | None = None) -> Tokens:
+    """A block's tokens, those stored fine that newer ones made coarse being due; `replayed` is of the archive's."""
     head, recipe = block.head, reader.manifest.recipe
     span, known = range(head.start, block.stop), ids_before(pipeline, reader, head.start)
     now, coarse = FineWindow(recipe, reader.tokens).coarse(span), head.coarse_tokens
     due = range(max(coarse.stop, now.start), now.stop)
     tokens = Tokens.at(recipe.block, span, head.tokens, head.first_position - head.start, known)
-    return tokens._replace(coarse=coarse, due=due if due else range(0))
+    told = None if replayed is None else replayed.take(slice(span.start, span.stop))
+    return tokens._replace(coarse=coarse, due=due if due else range(0), replayed=told)
 
 
 def ids_before(pipeline: Pipeline, reader: ArchiveReader, index: int) -> np.ndarray:
@@ -95,12 +97,16 @@ class _Task(NamedTuple):
 
 
 def decode_blocks(
-    pipeline: Pipeline, reader: ArchiveReader, wanted: Mapping[int, Sequence[range]]
+    pipeline: Pipeline,
+    reader: ArchiveReader,
+    wanted: Mapping[int, Sequence[range]],
+    replay: Replay | None = None,
 ) -> dict[int, LayerKV]:
     """What the archive holds of the `wanted` tokens (ascending spans, apart) of each layer, one behind the other, on
     all cores.
 
-    A task is one block, or without a predictor some of its layer groups: neither depends on another.
+    A task is one block, or without a predictor some of its layer groups: neither depends on another. A recipe that
+    replays is told by `replay` of the tokens up to the last block that holds a wanted one. Raises ModelMissing.
     """
     tasks: list[_Task] = []
     counts = dict.fromkeys(wanted, 0)
@@ -112,11 +118,15 @@ def decode_blocks(
                 takes[layer] = _Take(both, counts[layer])
                 counts[layer] += len(both)
         tasks += _tasks(pipeline, block, takes)
+    replayed = None
+    if pipeline.replays and tasks:
+        stop = max(task.block.stop for task in tasks)
+        replayed = required(replay, reader.token_ids()[:stop], pipeline)
     out = allocate(reader.manifest.geometry, counts)
     workers = min(os.cpu_count() or 1, len(tasks))
     if workers > 1:
         with ThreadPoolExecutor(workers, thread_name_prefix="kvcellar") as pool:
-            futures = [pool.submit(_run, pipeline, reader, task, out) for task in tasks]
+            futures = [pool.submit(_run, pipeline, reader, task, out, replayed) for task in tasks]
             try:
                 for future in futures:
                     future.result()
@@ -125,7 +135,7 @@ def decode_blocks(
                     future.cancel()
     else:
         for task in tasks:
-            _run(pipeline, reader, task, out)
+            _run(pipeline, reader, task, out, replayed)
     return out
 
 
@@ -152,7 +162,7 @@ def _touching(spans: Sequence[range], block: Block) -> Sequence[range]:
 def _tasks(pipeline: Pipeline, block: Block, takes: dict[int, _Take]) -> list[_Task]:
     groups = pipeline.needed(takes)
     _require_plausible(pipeline, block, groups)
-    chunks = [groups] if pipeline.predictor and groups else list(_chunks(block, groups))
+    chunks = [groups] if pipeline.predictor and takes else list(_chunks(block, groups))
     return [_Task(block, chunk, takes) for chunk in chunks]
 
 
@@ -167,10 +177,13 @@ def _require_plausible(pipeline: Pipeline, block: Block, groups: Iterable[int]) 
             raise DamagedArchive(f"{block.part}, layer group {group}", error.problem) from error
 
 
-def _run(pipeline: Pipeline, reader: ArchiveReader, task: _Task, out: Mapping[int, LayerKV]) -> None:
+def _run(
+    pipeline: Pipeline, reader: ArchiveReader, task: _Task, out: Mapping[int, LayerKV], replayed: Replayed | None
+) -> None:
     """Decode a task straight into its places in `out`, or through a copy where only part of a block is wanted."""
     head = task.block.head
-    takes = {i: task.takes[i] for group in task.groups for i in pipeline.groups[group] if i in task.takes}
+    members = [*pipeline.known, *(i for group in task.groups for i in pipeline.groups[group])]
+    takes = {i: task.takes[i] for i in members if i in task.takes}
     places = {
         i: LayerKV(out[i].keys[:, at : at + len(span)], out[i].values[:, at : at + len(span)])
         for i, (span, at) in takes.items()
@@ -180,7 +193,7 @@ def _run(pipeline: Pipeline, reader: ArchiveReader, task: _Task, out: Mapping[in
     try:
         buffer = _buffer(sum(head.parts[group][0] for group in task.groups))
         parts = reader.read_parts(task.block, task.groups, buffer)
-        pipeline.decode(task.groups, parts, tokens_of(pipeline, reader, task.block), target)
+        pipeline.decode(task.groups, parts, tokens_of(pipeline, reader, task.block, replayed), target)
     except DamagedArchive as error:
         part = error.part if error.part.startswith(task.block.part) else task.block.part
         raise DamagedArchive(part, error.problem) from error

@@ -18,6 +18,7 @@ from .cache import KVCache
 from .errors import InvalidInput
 from .geometry import Geometry
 from .pipeline import Pipeline, Tokens
+from .replayed import Replayed, require_own
 from .window import FineWindow, Symbols, encode_graded
 
 
@@ -30,17 +31,21 @@ def encode_blocks(
     position: int | None = None,
     stored: Symbols | None = None,
     known: np.ndarray | None = None,
+    replayed: Replayed | None = None,
 ) -> Iterator[NewBlock]:
     """Blocks of the tokens `stored` in the archive's tail and then those of `kv`; `ids` are of both.
 
     The first token has index `first` and that `position` (default: the index); `known` are the ids right before it.
-    Only the last block may be unsealed.
+    Only the last block may be unsealed. A recipe that replays is told of all of `ids` in `replayed`; raises
+    UnsupportedCache where `kv` is not what the model computes of them.
     """
+    if pipeline.replays and replayed is not None:
+        require_own(kv.layers, replayed.take(slice(len(replayed) - len(kv), None)))
     stored = stored or Symbols.none(pipeline)
     if len(stored) + len(kv) != len(ids):
         raise InvalidInput(f"{len(stored) + len(kv)} tokens and {len(ids)} ids of them")
     window = FineWindow(manifest.recipe, first + len(ids))
-    cuts = _cuts(window, kv, ids, first, first if position is None else position, stored, known)
+    cuts = _cuts(window, kv, ids, first, first if position is None else position, stored, known, replayed)
     encode = partial(_encoded, pipeline, manifest, window)
     # A bit-exact block takes little longer than writing it does; several at once would only take more memory.
     yield from map(encode, cuts) if pipeline.lossless else _ahead(encode, cuts)
@@ -63,6 +68,7 @@ def _cuts(
     position: int,
     stored: Symbols,
     known: np.ndarray | None,
+    replayed: Replayed | None,
 ) -> Iterator[_Cut]:
     for span in window.blocks(first):
         before = known if span.start == first else ids[: span.start - first]
@@ -72,7 +78,8 @@ def _cuts(
         old, stored = stored.split(len(span))
         stop = span.stop - first - len(ids) + len(kv)
         new = kv.tokens(stop - len(span) + len(old), stop)
-        yield _Cut(span, tokens._replace(coarse=window.coarse(span)), old, new)
+        told = None if replayed is None else replayed.take(slice(span.start - first, span.stop - first))
+        yield _Cut(span, tokens._replace(coarse=window.coarse(span), replayed=told), old, new)
 
 
 def _encoded(pipeline: Pipeline, manifest: Manifest, window: FineWindow, cut: _Cut) -> NewBlock:

@@ -15,36 +15,45 @@ from .encode import encode_blocks
 from .geometry import Geometry
 from .held import held
 from .pipeline import Pipeline
+from .replayed import Replay, Replayed, required
 
 
 def extended(
-    pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray
+    pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray, replay: Replay | None = None
 ) -> tuple[int, Iterator[NewBlock]]:
-    """How many blocks stay, and the blocks of the `new` tokens behind them: the tail joins in once it fills one."""
+    """How many blocks stay, and the blocks of the `new` tokens behind them: the tail joins in once it fills one.
+
+    A recipe that replays is told of all tokens by `replay`. Raises ModelMissing, UnsupportedCache.
+    """
     start = _tail_start(reader)
     if reader.tokens + len(ids) - start < reader.manifest.recipe.tail:
         position = reader.first_position + reader.tokens
         known = ids_before(pipeline, reader, reader.tokens)
-        blocks = encode_blocks(pipeline, reader.manifest, new, ids, reader.tokens, position, known=known)
+        told = _replayed(pipeline, reader, ids, replay, reader.tokens)
+        blocks = encode_blocks(pipeline, reader.manifest, new, ids, reader.tokens, position, known=known, replayed=told)
         return len(reader.entries), blocks
-    return int(np.count_nonzero(reader.entries["sealed"])), _rewritten(pipeline, reader, new, ids)
+    return int(np.count_nonzero(reader.entries["sealed"])), _rewritten(pipeline, reader, new, ids, replay)
 
 
-def compacted(pipeline: Callable[[], Pipeline], reader: ArchiveReader) -> Iterator[NewBlock]:
+def compacted(
+    pipeline: Callable[[], Pipeline], reader: ArchiveReader, replay: Replay | None = None
+) -> Iterator[NewBlock]:
     """The blocks of an archive as a bulk save makes them: sealed ones as they are, then the tail as one."""
     for index in range(int(np.count_nonzero(reader.entries["sealed"]))):
         block = reader.block(index)
         yield NewBlock(block.head, reader.read_parts(block, range(len(block.head.parts))))
     if _tail_start(reader) < reader.tokens:
         nothing = _nothing(reader.manifest.geometry)
-        yield from _rewritten(pipeline(), reader, nothing, np.empty(0, np.int64))
+        yield from _rewritten(pipeline(), reader, nothing, np.empty(0, np.int64), replay)
 
 
 def _tail_start(reader: ArchiveReader) -> int:
     return int(np.count_nonzero(reader.entries["sealed"])) * reader.manifest.recipe.block
 
 
-def _rewritten(pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray) -> Iterator[NewBlock]:
+def _rewritten(
+    pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray, replay: Replay | None
+) -> Iterator[NewBlock]:
     """Blocks of the tail's tokens and then the `new` ones: what is stored keeps its values, or its symbols."""
     start, stop = _tail_start(reader), reader.tokens
     tokens = np.concatenate([*(block.head.tokens for block in reader.blocks(start, stop)), ids])
@@ -54,7 +63,18 @@ def _rewritten(pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.
     else:
         symbols = stored_symbols(pipeline, reader, start, stop)
     position = reader.first_position + start
-    return encode_blocks(pipeline, reader.manifest, new, tokens, start, position, symbols)
+    told = _replayed(pipeline, reader, ids, replay, start)
+    return encode_blocks(pipeline, reader.manifest, new, tokens, start, position, symbols, replayed=told)
+
+
+def _replayed(
+    pipeline: Pipeline, reader: ArchiveReader, ids: np.ndarray, replay: Replay | None, start: int
+) -> Replayed | None:
+    """What a recipe that replays is told of the archive's tokens from `start` on and the new `ids`."""
+    if not pipeline.replays:
+        return None
+    whole = np.concatenate([reader.token_ids(), ids])
+    return required(replay, whole, pipeline).take(slice(start, None))
 
 
 def stored_cache(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: int) -> KVCache:

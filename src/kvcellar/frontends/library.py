@@ -24,9 +24,11 @@ from ..errors import (
     NotAnArchive,
 )
 from ..identity import Identity, require_same
+from ..pipeline import Pipeline
 from ..profile import Profile
 from ..ready import ready
 from ..recipe import Recipe, find_recipe
+from ..replayed import Replayed, required
 from ..store.base import Appender, Reader
 from ..store.local import LocalStore
 from ..symbols import byteplanes as byteplanes  # its kernels load with this module, not in the first restore
@@ -34,6 +36,7 @@ from .archive import Archive
 from .fingerprint import require_every_layer, require_plain_positions
 from .inputs import resolve_identity, take_row, token_ids
 from .reducedfiles import is_reduced, slot_blocks, take_reduced
+from .replayer import Replayer
 
 Path = str | os.PathLike[str]
 
@@ -54,6 +57,7 @@ def save(
     next_position: int | None = None,
     embed_profile: bool = False,
     reduce_with: Any = None,
+    replay_with: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ArchiveInfo:
     """Write one sequence's cache to `path`, replacing an archive there at once.
@@ -74,11 +78,12 @@ def save(
         next_position: the position of the token to come, where it is not the one behind the last: models whose images
             take fewer positions than tokens. Such an archive restores only as a whole.
         reduce_with: the model that a recipe with a reduction asks, where `identity` is given in place of `model`.
+        replay_with: the model that a recipe with a replay runs again, where `identity` is given in place of `model`.
         progress: told how many layers are reduced, and of how many, by a recipe that reduces.
 
     Raises MissingIdentity, TokensMismatch, InvalidInput (also for a multimodal model without `next_position`),
-    UnsupportedCache (naming the layer), InvalidRecipe, ProfileMissing, ArchiveLocked, NotAnArchive (an existing file
-    that is none is never replaced), StorageError.
+    UnsupportedCache (naming the layer), InvalidRecipe, ProfileMissing, ModelMissing, ArchiveLocked, NotAnArchive (an
+    existing file that is none is never replaced), StorageError.
     """
     who = resolve_identity(model, identity)
     if who is None:
@@ -104,13 +109,24 @@ def save(
         blocks = slot_blocks(manifest, kv, ids)
     else:
         pipeline = ready(chosen, kv.geometry, profile)
-        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position)
+        told = _told(pipeline, replay_with if model is None else model, ids, first_position, next_position)
+        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position, replayed=told)
     store, name = LocalStore.at(path)
     with Replaceable(store, name), store.replacing(name) as pending:
         embedded = profile.pack() if manifest.profile_embedded and profile else None
         write_archive(pending, manifest, blocks, embedded, next_position)
     with ArchiveReader(store.open_reader(name), namespace) as archive:
         return describe(archive)
+
+
+def _told(pipeline: Pipeline, model: Any, ids: np.ndarray, position: int, next_position: int | None) -> Replayed | None:
+    """What a recipe that replays is told of the tokens."""
+    if not pipeline.replays:
+        return None
+    if next_position is not None:
+        raise InvalidInput("next_position: a replay needs tokens whose positions follow one by one")
+    replay = None if model is None else Replayer(model, pipeline.replays, pipeline.geometry, position)
+    return required(replay, ids, pipeline)
 
 
 class Replaceable:
@@ -161,10 +177,12 @@ def open(
     allow_mismatch: bool = False,
     mode: str = "r",
     config: Any = None,
+    replay_with: Any = None,
 ) -> Archive:
     """Open the archive at `path`; with mode ``"a"`` also for appending, alone.
 
     A reduced cache is restored for a model's config: that of `model`, or `config` where `identity` is given.
+    One whose recipe replays layers of the model needs it: `model`, or `replay_with` where `identity` is given.
 
     With `model` or `identity`, raises IdentityMismatch unless the archive is theirs or `allow_mismatch` is set.
     Without, everything but `restore` and `append` works. Raises ArchiveNotFound (also for another namespace),
@@ -179,7 +197,8 @@ def open(
         reader = ArchiveReader(handle, namespace)
         if who is not None and not allow_mismatch:
             require_same(reader.manifest.identity, who, str(path))
-        return Archive(store, name, reader, who, profile, getattr(model, "config", config))
+        replayer = model if replay_with is None else replay_with
+        return Archive(store, name, reader, who, profile, getattr(model, "config", config), replayer)
     except BaseException:
         handle.close()
         raise

@@ -67,7 +67,7 @@ class LinearPredictor(Predictor):
         rope.bind(calibration.geometry, Profile({f"transform.{n}": v for n, v in state.items()}, {}))
         metric = loss_metric(calibration, rope)
         groups = _groups(len(calibration.geometry), self.layers_per_group)
-        moments = [_Moments() for _ in groups]
+        moments = [Moments() for _ in groups]
         embeddings = _normalised(calibration.model.get_input_embeddings().weight.detach().float())
         table = torch.empty(0)
         for label in ("embeddings", "prediction"):
@@ -85,7 +85,7 @@ class LinearPredictor(Predictor):
                     last = layers[-SEEN_LAYERS:]
                     seen = [rope.forward(x[-2 * len(last) :], last, positions)]
             if label == "embeddings":
-                roots = _roots(metric.layers, groups[0], moments[0])
+                roots = roots_of(metric.layers, groups[0], moments[0])
                 down = moments[0].solve(roots, self.embedding, 0)[0]
                 centre, spread = moments[0].centre, moments[0].spread
                 table = ((embeddings - centre) / spread) @ down
@@ -93,9 +93,9 @@ class LinearPredictor(Predictor):
                 state["table"] = (table / scale).round().to(torch.int8).numpy()
                 state["table_scale"] = scale.numpy()
                 table = torch.from_numpy(state["table"]).float() * scale
-                moments[0] = _Moments()
+                moments[0] = Moments()
         for g, (layers, moment) in enumerate(zip(groups, moments, strict=True)):
-            roots = _roots(metric.layers, layers, moment)
+            roots = roots_of(metric.layers, layers, moment)
             down, up = moment.solve(roots, self.rank, (LOOKBACK + 1) * table.shape[1])
             seen_widths = widths_of(calibration.geometry, groups[g - 1][-SEEN_LAYERS:]) if g else []
             widths = [table.shape[1]] * (LOOKBACK + 1) + seen_widths
@@ -119,7 +119,7 @@ class LinearPredictor(Predictor):
             seen = [widths_of(geometry, groups[g - 1][-SEEN_LAYERS:]) if g else [] for g in range(len(groups))]
             embedded = [len(self.scale)] * (LOOKBACK + 1)
             self.groups = [
-                _Group.read(state, g, embedded + seen[g], widths_of(geometry, layers))
+                Regression.read(state, g, embedded + seen[g], widths_of(geometry, layers))
                 for g, layers in enumerate(groups)
             ]
         except KeyError as error:
@@ -149,14 +149,16 @@ class LinearPredictor(Predictor):
         return torch.cat(found, dim=1)
 
 
-class _Group:
+class Regression:
     """Regression of one layer group, float32."""
 
     def __init__(self, centre: Tensor, spread: Tensor, down: Tensor, up: Tensor, mean: Tensor):
         self.centre, self.spread, self.down, self.up, self.mean = centre, spread, down, up, mean
 
     @classmethod
-    def read(cls, state: Mapping[str, np.ndarray], g: int, features: Sequence[int], numbers: Sequence[int]) -> _Group:
+    def read(
+        cls, state: Mapping[str, np.ndarray], g: int, features: Sequence[int], numbers: Sequence[int]
+    ) -> Regression:
         """Of rows with so many `features` and `numbers` by block. Raises ValueError, KeyError."""
         down = restored(state[f"down.{g}"], state[f"down_scale.{g}"], features).T.contiguous()
         up = restored(state[f"up.{g}"], state[f"up_scale.{g}"], numbers)
@@ -173,7 +175,7 @@ class _Group:
         return self.mean + ((features - self.centre) / self.spread) @ self.down @ self.up
 
 
-class _Moments:
+class Moments:
     """First and second moments of features φ (T, F) with targets y (T, P), summed in float32 about the first rows."""
 
     def __init__(self) -> None:
@@ -230,7 +232,7 @@ class _Moments:
         )
 
 
-def _roots(metric: list[Tensor], layers: range, moment: _Moments) -> list[Tensor]:
+def roots_of(metric: list[Tensor], layers: range, moment: Moments) -> list[Tensor]:
     spreads = torch.split(moment.variance, [len(metric[i]) for i in layers])
     return [root(metric[i], spread, SHRINK) for i, spread in zip(layers, spreads, strict=True)]
 

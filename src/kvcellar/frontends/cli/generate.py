@@ -137,6 +137,7 @@ class opened:  # noqa: N801 (used like a function)
             namespace=self.namespace,
             mode=self.mode,
             config=self.local.model.config,
+            replay_with=self.local.model,
         )
         return self.archive, self.local
 

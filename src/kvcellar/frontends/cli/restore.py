@@ -75,15 +75,16 @@ def command(
     from ..library import open as open_archive
 
     open_archive(file, namespace=namespace).close()  # fails before a model is loaded
-    who = identity
+    who, model = identity, None
     if model_dir is not None:
         from .models import LocalModel
 
         if not as_json:
             click.echo(f"loading {Path(model_dir).name} …", err=True)
-        who = LocalModel(model_dir).identity  # type: ignore[assignment]
+        local = LocalModel(model_dir)
+        who, model = local.identity, local.model  # type: ignore[assignment]
     started = time.perf_counter()
-    with open_archive(file, identity=who, namespace=namespace) as archive:
+    with open_archive(file, identity=who, namespace=namespace, replay_with=model) as archive:
         manifest, info = archive.manifest, archive.info()
         spans = ranges(positions, len(archive), "--positions")
         layers = [index for span in ranges(chosen_layers, info.layers, "--layers") for index in span]

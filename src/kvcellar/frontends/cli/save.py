@@ -83,6 +83,7 @@ def command(
             profile=profile,
             namespace=namespace,
             reduce_with=local.model,
+            replay_with=local.model,
             progress=lambda done, total: advance(1),
         )
     saved = time.perf_counter()
