@@ -38,7 +38,8 @@ from kvcellar.stages import Grade
 from kvcellar.store.local import LocalStore
 
 LAYERS, WINDOW, TOKENS = 5, 96, 75
-QUANTIZE = {"id": "deadzone/1", "step": 0.4, "fine_step": 0.01, "keep": 0.02}
+STEP = 0.4
+QUANTIZE = {"id": "deadzone/1", "step": STEP, "fine_step": 0.01, "keep": 0.02}
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -65,7 +66,7 @@ def calibration() -> Calibration:
     for seed in range(6):
         ids = models.prompt(WINDOW, seed)
         held = take_cache(models.prefill(model(), ids))
-        samples.append(Sample(np.array(ids, np.int64), "toy", lambda held=held: held))
+        samples.append(Sample(np.array(ids, np.int64), "toy", partial(_same, held)))
     geometry = samples[0].load().geometry
     return Calibration(
         identity_of_model(model()),
@@ -74,6 +75,10 @@ def calibration() -> Calibration:
         model=model(),
         replayer=partial(_replayer, geometry=geometry),
     )
+
+
+def _same(held: KVCache) -> KVCache:
+    return held
 
 
 def _replayer(layers: int, *, geometry: Any) -> Replayer:
@@ -257,10 +262,10 @@ def test_parts_are_restored_alone(tmp_path: Path) -> None:
         for layer in range(LAYERS):
             for x, y in zip(archive.read(layer, 20, 40), whole[layer], strict=True):
                 torch.testing.assert_close(x, y[0][:, 20:40], rtol=1e-4, atol=1e-4)
-        some = archive.restore(positions=[3, 40, 41]).cache
+        some: Any = archive.restore(positions=[3, 40, 41]).cache
         for x, y in zip(models.pairs(some)[4], whole[4], strict=True):
             torch.testing.assert_close(x, y[:, :, [3, 40, 41]], rtol=1e-4, atol=1e-4)
-        only = archive.restore(layers=[1]).cache
+        only: Any = archive.restore(layers=[1]).cache
         torch.testing.assert_close(only.layers[1].keys, whole[1][0], rtol=1e-4, atol=1e-4)
 
 
@@ -291,7 +296,7 @@ def test_noise_in_the_replay_moves_restored_values_by_no_more_than_itself(tmp_pa
         backs.append(out)
     for i, (one, two) in enumerate(zip(*backs, strict=True)):
         for x, y in ((one.keys, two.keys), (one.values, two.values)):
-            assert float((x - y).abs().max()) < 1e-3 * QUANTIZE["step"] * float(x.std()), f"layer {i}"
+            assert float((x - y).abs().max()) < 1e-3 * STEP * float(x.std()), f"layer {i}"
     same = pipeline.encode(held, tokens[1])
     unlike = sum(a != b for part, again in zip(parts, same, strict=True) for a, b in zip(part, again, strict=False))
     assert unlike <= 0.02 * sum(map(len, parts))

@@ -182,7 +182,8 @@ def open(
     """Open the archive at `path`; with mode ``"a"`` also for appending, alone.
 
     A reduced cache is restored for a model's config: that of `model`, or `config` where `identity` is given.
-    One whose recipe replays layers of the model needs it: `model`, or `replay_with` where `identity` is given.
+    One whose recipe replays layers of the model needs it: `model`, or `replay_with` where `identity` is given; whoever
+    gives that vouches for its being the model of this identity.
 
     With `model` or `identity`, raises IdentityMismatch unless the archive is theirs or `allow_mismatch` is set.
     Without, everything but `restore` and `append` works. Raises ArchiveNotFound (also for another namespace),

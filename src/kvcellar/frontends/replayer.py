@@ -52,13 +52,16 @@ class Replayer:
 
     def __call__(self, ids: np.ndarray) -> Replayed:
         """Raises InvalidInput for ids outside the vocabulary."""
-        if self._said is not None and np.array_equal(self._said[0][: len(ids)], ids):
-            return self._said[1].take(slice(len(ids)))
+        said = self._said  # another thread may replace it meanwhile
+        if said is not None and np.array_equal(said[0][: len(ids)], ids):
+            return said[1].take(slice(len(ids)))
         words = self.decoder.get_input_embeddings().weight.shape[0]
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < words:
             raise InvalidInput(f"token ids {int(ids.min())}…{int(ids.max())}; the model knows 0…{words - 1}")
-        self._said = np.array(ids, np.int64), self._run(torch.from_numpy(np.array(ids, np.int64)))
-        return self._said[1]
+        own = np.array(ids, np.int64)
+        replayed = self._run(torch.from_numpy(own))
+        self._said = own, replayed
+        return replayed
 
     def _run(self, ids: Tensor) -> Replayed:
         cache, states = _cache_to(self.layers), []
@@ -103,7 +106,8 @@ class Replayer:
                         f"are {side.heads} of {side.width}"
                     )
                 sides.append(like.cpu().to(torch_dtype(side.dtype)).contiguous())
-            known.append(LayerKV(*sides))
+            keys, values = sides
+            known.append(LayerKV(keys, values))
         return Replayed(hidden, tuple(known))
 
 
@@ -113,7 +117,7 @@ def decoder_of(model: Any, layers: int) -> Any:
     for part in (getter() if callable(getter) else None, getattr(model, "model", None), model):
         found = getattr(part, "layers", None)
         if isinstance(found, torch.nn.ModuleList) and len(found) == layers:
-            if getattr(part.config, "is_encoder_decoder", False):
+            if getattr(getattr(part, "config", None), "is_encoder_decoder", False):
                 break
             return part
     raise UnsupportedCache(
