@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.numpy import load_file, save_file
 
 from .cache import KVCache
@@ -26,7 +27,8 @@ from .identity import Identity
 from .pipeline import Pipeline, Tokens
 from .profile import Profile, all_profiles, load_profile
 from .recipe import PRESETS, Recipe, canonical_json
-from .stages import Grade, Stage, build
+from .replayed import Replay, Replayed
+from .stages import Grade, Predictor, Stage, build
 
 ARITHMETIC = "float32/1"
 FITTING_STAGES = ("predict", "transform", "quantize", "symbols")
@@ -50,8 +52,8 @@ def _silent(label: str, total: int) -> AbstractContextManager[Callable[[int], No
 class Calibration:
     """Samples of one model. `texts` are the SHA-256 of the documents they were cut from.
 
-    `model` is the transformers model, None when only caches are there; `folder` keeps what `kept` computes. Stages that
-    fit are told the `recipe` and what was `fitted` before them.
+    `model` is the transformers model, None when only caches are there; `replayer` runs so many layers of it again;
+    `folder` keeps what `kept` computes. Stages that fit are told the `recipe` and what was `fitted` before them.
     """
 
     identity: Identity
@@ -63,6 +65,7 @@ class Calibration:
     progress: Progress = _silent
     recipe: Recipe | None = None
     fitted: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
+    replayer: Callable[[int], Replay] | None = None
 
     def __post_init__(self) -> None:
         if not self.samples:
@@ -110,13 +113,28 @@ class Calibration:
         some = replace(self, samples=self.samples[:: max(1, len(self.samples) // count)][:count])
         for ids, cache in some.caches(label):
             rows = slice(recipe.window.sinks if recipe.window else 0, None)
-            all_tokens = Tokens.following(ids, 0).take(rows)
+            all_tokens = Tokens.following(ids, 0)._replace(replayed=self.told(ids, cache)).take(rows)
             layers = [kv.tokens(rows.start, kv.slots) for kv in cache.layers]
             fine, restored = pipeline.quantize(layers, all_tokens, Grade.FINE, restore=True)
             coarse = [each.quantize(restored, all_tokens, Grade.COARSE)[0] for each in pipelines]
             for group, *arrays in zip(pipeline.groups, coarse[0], fine, *coarse[1:], strict=True):
                 for which, array in enumerate(array for each in arrays for array in each):
                     yield group, which, array
+
+    def told(self, tokens: np.ndarray, cache: KVCache) -> Replayed | None:
+        """What the recipe's predictor is told of a sample's `tokens` and their `cache`; None where it replays nothing.
+
+        The states are kept. Raises InvalidInput where nobody can replay.
+        """
+        predictor: Predictor | None = build("predict", self.recipe.predict) if self.recipe else None
+        if predictor is None or not predictor.replays:
+            return None
+        if self.replayer is None:
+            raise InvalidInput(f"stage {predictor.id!r} runs the model again: calibrate with one that can be replayed")
+        replay, ids = self.replayer(predictor.replays), np.ascontiguousarray(tokens, "<i8")
+        name = f"replay/1 {predictor.replays} {hashlib.sha256(ids.tobytes()).hexdigest()}"
+        hidden = self.kept(name, lambda: {"hidden": replay(tokens).hidden.numpy()})["hidden"]
+        return Replayed(torch.from_numpy(hidden), cache.layers[: predictor.first_layer])
 
     @property
     def digest(self) -> str:

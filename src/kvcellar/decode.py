@@ -15,6 +15,7 @@ from .archive.reader import ArchiveReader, Block
 from .cache import LayerKV, allocate
 from .errors import DamagedArchive
 from .pipeline import Pipeline, Tokens
+from .replayed import Replay, Replayed, required
 from .stages import LOOKBACK, Grade
 from .window import FineWindow, Symbols, restore_graded
 
@@ -63,14 +64,15 @@ def coarse_symbols(pipeline: Pipeline, reader: ArchiveReader, layer: int) -> lis
     return [np.concatenate(of_blocks) for of_blocks in zip(*found, strict=True)]
 
 
-def tokens_of(pipeline: Pipeline, reader: ArchiveReader, block: Block) -> Tokens:
-    """A block's tokens, those stored fine that newer ones made coarse being due."""
+def tokens_of(pipeline: Pipeline, reader: ArchiveReader, block: Block, replayed: Replayed | None = None) -> Tokens:
+    """A block's tokens, those stored fine that newer ones made coarse being due; `replayed` is of the archive's."""
     head, recipe = block.head, reader.manifest.recipe
     span, known = range(head.start, block.stop), ids_before(pipeline, reader, head.start)
     now, coarse = FineWindow(recipe, reader.tokens).coarse(span), head.coarse_tokens
     due = range(max(coarse.stop, now.start), now.stop)
     tokens = Tokens.at(recipe.block, span, head.tokens, head.first_position - head.start, known)
-    return tokens._replace(coarse=coarse, due=due if due else range(0))
+    told = None if replayed is None else replayed.take(slice(span.start, span.stop))
+    return tokens._replace(coarse=coarse, due=due if due else range(0), replayed=told)
 
 
 def ids_before(pipeline: Pipeline, reader: ArchiveReader, index: int) -> np.ndarray:
@@ -96,13 +98,18 @@ class _Task(NamedTuple):
 
 
 def decode_blocks(
-    pipeline: Pipeline, reader: ArchiveReader, wanted: Mapping[int, Sequence[range]]
+    pipeline: Pipeline,
+    reader: ArchiveReader,
+    wanted: Mapping[int, Sequence[range]],
+    replay: Replay | None = None,
 ) -> dict[int, LayerKV]:
     """What the archive holds of the `wanted` tokens (ascending spans, apart) of each layer, one behind the other, on
     all cores.
 
     A task is one block, or some of its layer groups where they are not chained: neither depends on another. But where a
-    predictor looks at the tokens before, those of an unsealed block may need the block before: they are one task.
+    predictor looks at the tokens before, those of an unsealed block may need the block before: they are one task. A
+    recipe that replays is told by `replay` of the tokens up to the last block that holds a wanted one. Raises
+    ModelMissing.
     """
     tasks: list[_Task] = []
     in_tail: list[_Task] = []
@@ -119,11 +126,15 @@ def decode_blocks(
             in_tail.append(_Task(block, [], takes))
         else:
             tasks += _tasks(pipeline, block, takes)
+    replayed = None
+    if pipeline.replays and (tasks or in_tail):
+        stop = max(task.block.stop for task in [*tasks, *in_tail])
+        replayed = required(replay, reader.token_ids()[:stop], pipeline)
     out = allocate(reader.manifest.geometry, counts)
     workers = min(os.cpu_count() or 1, len(tasks))
     if workers > 1:
         with ThreadPoolExecutor(workers, thread_name_prefix="kvcellar") as pool:
-            futures = [pool.submit(_run, pipeline, reader, task, out) for task in tasks]
+            futures = [pool.submit(_run, pipeline, reader, task, out, replayed) for task in tasks]
             try:
                 for future in futures:
                     future.result()
@@ -132,21 +143,26 @@ def decode_blocks(
                     future.cancel()
     else:
         for task in tasks:
-            _run(pipeline, reader, task, out)
+            _run(pipeline, reader, task, out, replayed)
     if in_tail:
-        _take_from_tail(pipeline, reader, in_tail, out)
+        _take_from_tail(pipeline, reader, in_tail, out, replayed)
     return out
 
 
 def _take_from_tail(
-    pipeline: Pipeline, reader: ArchiveReader, tasks: Sequence[_Task], out: Mapping[int, LayerKV]
+    pipeline: Pipeline,
+    reader: ArchiveReader,
+    tasks: Sequence[_Task],
+    out: Mapping[int, LayerKV],
+    replayed: Replayed | None,
 ) -> None:
     """All unsealed blocks as if they were one, and what the tasks want of it."""
     recipe, start = reader.manifest.recipe, _sealed_blocks(reader) * reader.manifest.recipe.block
     span = range(start, reader.tokens)
     ids = np.concatenate([block.head.tokens for block in reader.blocks(span.start, span.stop)])
     tokens = Tokens.at(recipe.block, span, ids, reader.first_position, None)
-    tokens = tokens._replace(coarse=FineWindow(recipe, reader.tokens).coarse(span))
+    told = None if replayed is None else replayed.take(slice(span.start, span.stop))
+    tokens = tokens._replace(coarse=FineWindow(recipe, reader.tokens).coarse(span), replayed=told)
     whole = allocate(reader.manifest.geometry, dict.fromkeys(range(len(reader.manifest.geometry)), len(span)))
     restore_graded(pipeline, tokens, stored_symbols(pipeline, reader, span.start, span.stop), whole)
     for task in tasks:
@@ -187,7 +203,7 @@ def _touching(spans: Sequence[range], block: Block) -> Sequence[range]:
 def _tasks(pipeline: Pipeline, block: Block, takes: dict[int, _Take]) -> list[_Task]:
     groups = pipeline.needed(takes)
     _require_plausible(pipeline, block, groups)
-    chunks = [groups] if pipeline.chained and groups else list(_chunks(block, groups))
+    chunks = [groups] if pipeline.chained and takes else list(_chunks(block, groups))
     return [_Task(block, chunk, takes) for chunk in chunks]
 
 
@@ -202,10 +218,13 @@ def _require_plausible(pipeline: Pipeline, block: Block, groups: Iterable[int]) 
             raise DamagedArchive(f"{block.part}, layer group {group}", error.problem) from error
 
 
-def _run(pipeline: Pipeline, reader: ArchiveReader, task: _Task, out: Mapping[int, LayerKV]) -> None:
+def _run(
+    pipeline: Pipeline, reader: ArchiveReader, task: _Task, out: Mapping[int, LayerKV], replayed: Replayed | None
+) -> None:
     """Decode a task straight into its places in `out`, or through a copy where only part of a block is wanted."""
     head = task.block.head
-    takes = {i: task.takes[i] for group in task.groups for i in pipeline.groups[group] if i in task.takes}
+    members = [*pipeline.known, *(i for group in task.groups for i in pipeline.groups[group])]
+    takes = {i: task.takes[i] for i in members if i in task.takes}
     places = {
         i: LayerKV(out[i].keys[:, at : at + len(span)], out[i].values[:, at : at + len(span)])
         for i, (span, at) in takes.items()
@@ -215,7 +234,7 @@ def _run(pipeline: Pipeline, reader: ArchiveReader, task: _Task, out: Mapping[in
     try:
         buffer = _buffer(sum(head.parts[group][0] for group in task.groups))
         parts = reader.read_parts(task.block, task.groups, buffer)
-        pipeline.decode(task.groups, parts, tokens_of(pipeline, reader, task.block), target)
+        pipeline.decode(task.groups, parts, tokens_of(pipeline, reader, task.block, replayed), target)
     except DamagedArchive as error:
         part = error.part if error.part.startswith(task.block.part) else task.block.part
         raise DamagedArchive(part, error.problem) from error

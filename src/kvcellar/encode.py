@@ -18,6 +18,7 @@ from .cache import KVCache
 from .errors import InvalidInput
 from .geometry import Geometry
 from .pipeline import Pipeline, Tokens
+from .replayed import Replayed, require_own
 from .window import FineWindow, Symbols, encode_graded
 
 
@@ -31,17 +32,21 @@ def encode_blocks(
     stored: Symbols | None = None,
     known: np.ndarray | None = None,
     surprisal: np.ndarray | None = None,
+    replayed: Replayed | None = None,
 ) -> Iterator[NewBlock]:
     """Blocks of the tokens `stored` in the archive's tail and then those of `kv`; `ids` are of both.
 
     The first token has index `first` and that `position` (default: the index); `known` are the ids right before it.
-    Only the last block may be unsealed. `surprisal` float64 (tokens of `kv`,) in bits, NaN for unknown.
+    Only the last block may be unsealed. `surprisal` float64 (tokens of `kv`,) in bits, NaN for unknown. A recipe that
+    replays is told of all of `ids` in `replayed`; raises UnsupportedCache where `kv` is not what the model computes.
     """
+    if pipeline.replays and replayed is not None:
+        require_own(kv.layers, replayed.take(slice(len(replayed) - len(kv), None)))
     stored = stored or Symbols.none(pipeline)
     if len(stored) + len(kv) != len(ids):
         raise InvalidInput(f"{len(stored) + len(kv)} tokens and {len(ids)} ids of them")
     window = FineWindow(manifest.recipe, first + len(ids))
-    cuts = _cuts(window, kv, ids, first, first if position is None else position, stored, known, surprisal)
+    cuts = _cuts(window, kv, ids, first, first if position is None else position, stored, known, surprisal, replayed)
     encode = partial(_encoded, pipeline, manifest, window)
     # Without prediction a bit-exact block takes little longer than writing it does; several at once would only take
     # more memory.
@@ -67,6 +72,7 @@ def _cuts(
     stored: Symbols,
     known: np.ndarray | None,
     surprisal: np.ndarray | None,
+    replayed: Replayed | None,
 ) -> Iterator[_Cut]:
     if surprisal is not None:
         surprisal = np.concatenate([np.full(len(stored), np.nan), surprisal])
@@ -78,8 +84,9 @@ def _cuts(
         old, stored = stored.split(len(span))
         stop = span.stop - first - len(ids) + len(kv)
         new = kv.tokens(stop - len(span) + len(old), stop)
-        told = None if surprisal is None else surprisal[span.start - first : span.stop - first]
-        yield _Cut(span, tokens._replace(coarse=window.coarse(span), surprisal=told), old, new)
+        bits = None if surprisal is None else surprisal[span.start - first : span.stop - first]
+        told = None if replayed is None else replayed.take(slice(span.start - first, span.stop - first))
+        yield _Cut(span, tokens._replace(coarse=window.coarse(span), surprisal=bits, replayed=told), old, new)
 
 
 def _encoded(pipeline: Pipeline, manifest: Manifest, window: FineWindow, cut: _Cut) -> NewBlock:

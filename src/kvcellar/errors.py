@@ -21,6 +21,7 @@ KVCellarError
 │   ├── ArchiveLocked                another writer holds the file
 │   └── ArchiveClosed                used after ``close``
 ├── StorageError (OSError)           the file system refused; nothing was deleted
+├── ModelMissing                     the recipe computes part of the cache anew, and there is no model
 └── MissingExtra (ImportError)       an optional dependency is not installed
 
 ``exit_code`` is what the command line returns for each (listed in docs/cli.md).
@@ -127,6 +128,10 @@ class ArchiveClosed(ArchiveError):
 
 class StorageError(KVCellarError, _PlainMessage):
     exit_code = 8
+
+
+class ModelMissing(KVCellarError):
+    exit_code = 6
 
 
 class MissingExtra(KVCellarError, ImportError):

@@ -23,14 +23,16 @@ import torch
 from torch import Tensor
 
 from .cache import KVCache, LayerKV, allocate
+from .earlier import earlier_ids as earlier_ids
 from .errors import DamagedArchive, InvalidInput, InvalidRecipe, ProfileMissing, UnsupportedCache
 from .geometry import FULL, Geometry
 from .profile import Profile
 from .quantize.bits import BitExact
 from .quantize.coefficients import Coefficients
 from .recipe import Recipe
+from .replayed import Replayed, fill, known_layers
 from .residual import Place, Residual
-from .stages import LOOKBACK, CausalCoder, Context, Grade, Predictor, Quantizer, SymbolCoder, Transform, build
+from .stages import CausalCoder, Context, Grade, Predictor, Quantizer, SymbolCoder, Transform, build
 
 Arrays = list[np.ndarray]
 Layout = Sequence[tuple[int, type[np.generic]]]
@@ -41,7 +43,8 @@ class Tokens(NamedTuple):
     """Ids and positions int64 (T,) of a block's tokens, and which of them are stored coarse, the others fine.
 
     `due` are stored fine but restored coarse: newer tokens came in other blocks. `earlier` int64 (T, LOOKBACK) are the
-    ids of the tokens before each, as `Context` has them. `surprisal` float64 (T,), bits, is for the encoder alone.
+    ids of the tokens before each, as `Context` has them; `replayed` is what a recipe that replays is told of them.
+    `surprisal` float64 (T,), bits, is for the encoder alone.
     """
 
     ids: np.ndarray
@@ -50,6 +53,7 @@ class Tokens(NamedTuple):
     coarse: range
     due: range = range(0)
     surprisal: np.ndarray | None = None
+    replayed: Replayed | None = None
 
     @classmethod
     def following(cls, ids: np.ndarray, first_position: int) -> Tokens:
@@ -73,26 +77,13 @@ class Tokens(NamedTuple):
 
     def take(self, rows: slice | np.ndarray) -> Tokens:
         ids = self.ids[rows]
-        told = None if self.surprisal is None else self.surprisal[rows]
-        return Tokens(ids, self.positions[rows], self.earlier[rows], range(len(ids)), range(0), told)
+        bits = None if self.surprisal is None else self.surprisal[rows]
+        told = None if self.replayed is None else self.replayed.take(rows)
+        return Tokens(ids, self.positions[rows], self.earlier[rows], range(len(ids)), range(0), bits, told)
 
-
-def earlier_ids(
-    ids: np.ndarray, start: int = 0, block: int | None = None, known: np.ndarray | None = None
-) -> np.ndarray:
-    """Ids int64 (T, LOOKBACK) of the tokens before each of `ids`, the first of which has index `start`; −1 for none.
-
-    They are looked for among the tokens of a sealed block (of `block` tokens, all by default) only, whether it is
-    sealed already or not, so that what is predicted from them stays when it is. `known` are the ids right before.
-    """
-    known = np.empty(0, np.int64) if known is None else known
-    index = start + np.arange(len(ids))
-    line = np.concatenate([np.full(LOOKBACK, -1), known, ids])[-len(ids) - LOOKBACK :] if len(ids) else ids
-    found = np.full((len(ids), LOOKBACK), -1, np.int64)
-    for back in range(1, LOOKBACK + 1):
-        same = index >= back if block is None else (index - back) // block == index // block
-        found[same, back - 1] = line[LOOKBACK - back : len(line) - back][same]
-    return found
+    def context(self, grade: Grade = Grade.COARSE) -> Context:
+        """What is known of them before the first layer group."""
+        return Context(self.ids, self.positions, self.earlier, grade, self.replayed)
 
 
 class Pipeline:
@@ -122,7 +113,14 @@ class Pipeline:
         if len(per_group) > 1:
             raise InvalidRecipe(f"recipe {recipe.name!r}: its stages group layers by {sorted(per_group)}; expected one")
         step = per_group.pop()
-        self.groups = [range(i, min(i + step, len(geometry))) for i in range(0, len(geometry), step)]
+        firsts = {s.first_layer for s in (self.predictor, transform) if s is not None} or {0}
+        if len(firsts) > 1 or max(firsts) >= len(geometry):
+            raise InvalidRecipe(
+                f"recipe {recipe.name!r}: its stages begin at layers {sorted(firsts)} of {len(geometry)}; expected one"
+            )
+        self.known = range(firsts.pop())
+        self.replays = self.predictor.replays if self.predictor is not None else 0
+        self.groups = [range(i, min(i + step, len(geometry))) for i in range(self.known.stop, len(geometry), step)]
         if not geometry.uniform and (self.chained or step > 1 or quantizer is not None):
             odd = next(i for i, layer in enumerate(geometry.layers) if layer.kind != FULL)
             raise UnsupportedCache(
@@ -171,9 +169,9 @@ class Pipeline:
         `kept(group, arrays)` may put symbols that are known already into those of a group.
         """
         positions = torch.from_numpy(np.ascontiguousarray(tokens.positions, np.int64))
-        context = Context(tokens.ids, tokens.positions, tokens.earlier, grade)
+        context = tokens.context(grade)
         symbols: list[Arrays] = []
-        restored: dict[int, LayerKV] = {}
+        restored = known_layers(self.known, tokens.replayed)
         for number in range(len(self.groups)) if groups is None else groups:
             group = self.groups[number]
             x = _sides(layers[i] for i in group)
@@ -201,7 +199,7 @@ class Pipeline:
     ) -> None:
         """Restore `groups` (those of `needed`, in order) of one grade into `out`, layers (H, T, D) by index."""
         positions = torch.from_numpy(np.ascontiguousarray(tokens.positions, np.int64))
-        context = Context(tokens.ids, tokens.positions, tokens.earlier, grade)
+        context = tokens.context(grade)
         for group, q in zip(groups, symbols, strict=True):
             target = _sides(out[i] for i in self.groups[group])
             p = self.predictor.predict(context, target) if self.predictor else None
@@ -228,15 +226,17 @@ class Pipeline:
     ) -> None:
         """Restore `groups` (those of `needed`, in order) of one block into `out`, layers (H, T, D) by index.
 
-        Layers a prediction needs but `out` lacks are restored into memory of their own. Raises DamagedArchive.
+        Layers a prediction needs but `out` lacks are restored into memory of their own; those that are known before
+        come from the replay. Raises DamagedArchive.
         """
+        fill(out, known_layers(self.known, tokens.replayed))
         layers = [i for group in groups for i in self.groups[group]]
         spare = allocate(self.geometry, {i: len(tokens.ids) for i in layers if i not in out})
         whole = {i: out[i] if i in out else spare[i] for i in layers}
         if isinstance(self.residual, BitExact):
             symbols = [self.residual.buffers(_sides(whole[i] for i in self.groups[group])) for group in groups]
             if isinstance(self.symbols, CausalCoder):
-                context = Context(tokens.ids, tokens.positions, tokens.earlier)
+                context = tokens.context()
                 self.symbols.decode_block(parts, symbols, context)
                 return
             self.unpack(groups, parts, {Grade.COARSE: symbols})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import InvalidInput, InvalidRecipe
@@ -199,15 +199,33 @@ def tokens_recipe(*, model_coded: bool = False, keep_ids: bool | None = None, ch
 
 TOKEN_LOG = "tokens/1"
 TOKENS = tokens_recipe()
+
+
+def replaying(layers: int, step: float = 0.0123) -> Recipe:
+    """`cellar` behind the model's first `layers` decoder layers, which a restore runs again (docs/replay.md); none of
+    them is `cellar` itself. By the name ``replay-LAYERS``."""
+    name, base = f"replay-{layers}", CELLAR[0]
+    quantize = {**(base.quantize or {}), "step": step}
+    if layers == 0:
+        return replace(base, name=name, quantize=quantize)
+    predict = {"id": "replay/1", "layers": layers, "layers_per_group": 10}
+    transform = {"id": "klt/1", "layers_per_group": 10, "first_layer": layers + 1}
+    return replace(base, name=name, predict=predict, transform=transform, quantize=quantize)
+
+
 PRESETS = {recipe.name: recipe for recipe in (EXACT, *TURBO, FRACTAL, *CELLAR, SEQUENTIAL, EXACT_SMALL)}
 
 
 def find_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
-    """A preset by name, a Recipe as it is, or a recipe's JSON object."""
+    """A preset by name (``replay-5`` is made of its number), a Recipe as it is, or a recipe's JSON object."""
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str):
+        if (behind := recipe.removeprefix("replay-")) != recipe and behind.isdecimal() and len(behind) < 5:
+            return replaying(int(behind))
         if recipe not in PRESETS and recipe != TOKENS.name:
-            raise InvalidRecipe(f"unknown recipe {recipe!r}; known: {', '.join([*PRESETS, TOKENS.name])}")
+            raise InvalidRecipe(
+                f"unknown recipe {recipe!r}; known: {', '.join([*PRESETS, TOKENS.name, 'replay-LAYERS'])}"
+            )
         return PRESETS.get(recipe, TOKENS)
     return Recipe.from_json(recipe)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .calibrate import Calibration
     from .geometry import Geometry
     from .profile import Profile
+    from .replayed import Replayed
 
 
 class Stage:
@@ -78,11 +79,20 @@ class Context:
 
     `tokens` and `positions` int64 (T,) of the tokens of one grade in a block; `earlier` int64 (T, LOOKBACK), the ids of
     the tokens one, two, … before each, −1 where those are not of its block; and `restored`: for each layer group so far
-    its restored tensors (H, T, D) in the stored dtype. Predictors may look at nothing else.
+    its restored tensors (H, T, D) in the stored dtype; and for a recipe that wants it what the model's replay tells of
+    the tokens, `replayed`. Predictors may look at nothing else.
     """
 
-    def __init__(self, tokens: np.ndarray, positions: np.ndarray, earlier: np.ndarray, grade: Grade = Grade.COARSE):
-        self.tokens, self.positions, self.earlier, self.grade = tokens, positions, earlier, grade
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        earlier: np.ndarray,
+        grade: Grade = Grade.COARSE,
+        replayed: Replayed | None = None,
+    ):
+        self.tokens, self.positions, self.earlier = tokens, positions, earlier
+        self.grade, self.replayed = grade, replayed
         self.restored: list[list[Tensor]] = []
 
     @property
@@ -102,10 +112,15 @@ class Context:
 
 class Predictor(Stage, ABC):
     """Foresees a layer group from the context: each token by itself, or also from the `reach` coarse tokens before it,
-    where they are of its sealed block, in shallower groups alone."""
+    where they are of its sealed block, in shallower groups alone.
+
+    One that `replays` decoder layers of the model before (`replayed.py`) knows the layers before `first_layer`.
+    """
 
     layers_per_group: int = 1
     reach: int = 0
+    first_layer: int = 0
+    replays: int = 0
 
     @abstractmethod
     def predict(self, context: Context, like: list[Tensor]) -> list[Tensor]:
@@ -120,6 +135,7 @@ class Transform(Stage, ABC):
     """
 
     layers_per_group: int = 1
+    first_layer: int = 0
 
     @abstractmethod
     def forward(
@@ -233,6 +249,7 @@ ENTRY_POINTS = "kvcellar.stages"
 Factory = Callable[..., Any]
 _STAGES: dict[tuple[str, str], str | Factory] = {
     ("predict", "linear/1"): "kvcellar.predict.linear:LinearPredictor",
+    ("predict", "replay/1"): "kvcellar.predict.replay:ReplayPredictor",
     ("transform", "klt/1"): "kvcellar.transform.klt:WeightedKLT",
     ("transform", "rope/1"): "kvcellar.rope:Rope",
     ("quantize", "deadzone/1"): "kvcellar.quantize.deadzone:DeadZone",

@@ -15,15 +15,22 @@ from .encode import encode_blocks
 from .geometry import Geometry
 from .held import held
 from .pipeline import Pipeline
+from .replayed import Replay, Replayed, required
 from .window import FineWindow
 
 
 def extended(
-    pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray, surprisal: np.ndarray | None = None
+    pipeline: Pipeline,
+    reader: ArchiveReader,
+    new: KVCache,
+    ids: np.ndarray,
+    surprisal: np.ndarray | None = None,
+    replay: Replay | None = None,
 ) -> tuple[int, Iterator[NewBlock]]:
     """How many blocks stay, and the blocks of the `new` tokens behind them.
 
     The tail joins in once it fills one, or when some of the new tokens are coarse at once and foreseen from its tokens.
+    A recipe that replays is told of all tokens by `replay`. Raises ModelMissing, UnsupportedCache.
     """
     start, total = _tail_start(reader), reader.tokens + len(ids)
     reaching = pipeline.predictor is not None and pipeline.predictor.reach and start < reader.tokens
@@ -31,21 +38,24 @@ def extended(
     if total - start < reader.manifest.recipe.tail and not (reaching and coarse_at_once):
         position = reader.first_position + reader.tokens
         known = ids_before(pipeline, reader, reader.tokens)
+        told = _replayed(pipeline, reader, ids, replay, reader.tokens)
         blocks = encode_blocks(
-            pipeline, reader.manifest, new, ids, reader.tokens, position, known=known, surprisal=surprisal
+            pipeline, reader.manifest, new, ids, reader.tokens, position, None, known, surprisal, told
         )
         return len(reader.entries), blocks
-    return int(np.count_nonzero(reader.entries["sealed"])), _rewritten(pipeline, reader, new, ids, surprisal)
+    return int(np.count_nonzero(reader.entries["sealed"])), _rewritten(pipeline, reader, new, ids, surprisal, replay)
 
 
-def compacted(pipeline: Callable[[], Pipeline], reader: ArchiveReader) -> Iterator[NewBlock]:
+def compacted(
+    pipeline: Callable[[], Pipeline], reader: ArchiveReader, replay: Replay | None = None
+) -> Iterator[NewBlock]:
     """The blocks of an archive as a bulk save makes them: sealed ones as they are, then the tail as one."""
     for index in range(int(np.count_nonzero(reader.entries["sealed"]))):
         block = reader.block(index)
         yield NewBlock(block.head, reader.read_parts(block, range(len(block.head.parts))))
     if _tail_start(reader) < reader.tokens:
         nothing = _nothing(reader.manifest.geometry)
-        yield from _rewritten(pipeline(), reader, nothing, np.empty(0, np.int64))
+        yield from _rewritten(pipeline(), reader, nothing, np.empty(0, np.int64), replay=replay)
 
 
 def _tail_start(reader: ArchiveReader) -> int:
@@ -53,7 +63,12 @@ def _tail_start(reader: ArchiveReader) -> int:
 
 
 def _rewritten(
-    pipeline: Pipeline, reader: ArchiveReader, new: KVCache, ids: np.ndarray, surprisal: np.ndarray | None = None
+    pipeline: Pipeline,
+    reader: ArchiveReader,
+    new: KVCache,
+    ids: np.ndarray,
+    surprisal: np.ndarray | None = None,
+    replay: Replay | None = None,
 ) -> Iterator[NewBlock]:
     """Blocks of the tail's tokens and then the `new` ones: what is stored keeps its values, or its symbols."""
     start, stop = _tail_start(reader), reader.tokens
@@ -64,7 +79,18 @@ def _rewritten(
     else:
         symbols = stored_symbols(pipeline, reader, start, stop)
     position = reader.first_position + start
-    return encode_blocks(pipeline, reader.manifest, new, tokens, start, position, symbols, surprisal=surprisal)
+    told = _replayed(pipeline, reader, ids, replay, start)
+    return encode_blocks(pipeline, reader.manifest, new, tokens, start, position, symbols, None, surprisal, told)
+
+
+def _replayed(
+    pipeline: Pipeline, reader: ArchiveReader, ids: np.ndarray, replay: Replay | None, start: int
+) -> Replayed | None:
+    """What a recipe that replays is told of the archive's tokens from `start` on and the new `ids`."""
+    if not pipeline.replays:
+        return None
+    whole = np.concatenate([reader.token_ids(), ids])
+    return required(replay, whole, pipeline).take(slice(start, None))
 
 
 def stored_cache(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: int) -> KVCache:

@@ -161,6 +161,8 @@ class ArchiveReader:
 
         They lie in `buffer`, uint8 and large enough, when one is given.
         """
+        if not groups:
+            return []
         table = [block.head.parts[group] for group in groups]
         offset = block.body_offset + block.head.part_offset(groups[0])
         length = sum(length for length, _ in table)

@@ -25,11 +25,13 @@ from ..identity import Identity
 from ..pipeline import Pipeline
 from ..profile import Profile, find_profile
 from ..ready import ready
+from ..replayed import Replayed, required
 from ..store.base import Appender
 from ..store.local import LocalStore
 from ..tail import compacted, extended
 from .inputs import spans_of, surprisals, token_ids
 from .reducedfiles import restore_reduced
+from .replayer import Replayer
 from .search import Hit, search
 from .transformers import Device, dtype_of, fill_cache, give_cache, take_cache
 
@@ -45,11 +47,14 @@ class Archive:
         identity: Identity | None,
         profile: Profile | None,
         config: Any = None,
+        model: Any = None,
     ):
         self._config, self._bos = config, getattr(config, "bos_token_id", None)
         self._store, self._name, self._identity, self._profile_argument = store, name, identity, profile
         self._reader: ArchiveReader | None = reader
         self._pipeline: Pipeline | None = None
+        self._model = model
+        self._replayer: Replayer | None = None
         self._seen = np.empty(0, np.int64)  # all stored ids, once this handle appended a whole sequence
 
     @property
@@ -199,7 +204,7 @@ class Archive:
             self._warn_of_second_bos(new_ids)
             told = surprisals(log2_probs, len(ids))
             told = None if told is None else told[matched - start :]
-            keep, blocks = extended(self._ready_pipeline(), reader, new, new_ids, told)
+            keep, blocks = extended(self._ready_pipeline(), reader, new, new_ids, told, self._replay)
             append_blocks(reader.reader, reader, keep, blocks)
             self._seen = ids if start == 0 else self._seen[:0]
             if reader.reader.size() > 2 * reader.commit.live:
@@ -232,7 +237,7 @@ class Archive:
         pending = self._store.create(self._name)
         try:
             next_position = reader.commit.next_position
-            blocks = compacted(self._ready_pipeline, reader)
+            blocks = compacted(self._ready_pipeline, reader, self._replay)
             write_archive(pending, reader.manifest, blocks, reader.embedded_profile(), next_position)
             fresh = pending.commit_and_hold()
         except BaseException:
@@ -284,5 +289,11 @@ class Archive:
             self._pipeline = ready(manifest.recipe, manifest.geometry, profile)
         return self._pipeline
 
+    def _replay(self, ids: np.ndarray) -> Replayed:
+        pipeline = self._ready_pipeline()
+        if self._replayer is None and self._model is not None:
+            self._replayer = Replayer(self._model, pipeline.replays, pipeline.geometry, self._open().first_position)
+        return required(self._replayer, ids, pipeline)
+
     def _decode(self, wanted: Mapping[int, Sequence[range]]) -> dict[int, LayerKV]:
-        return decode_blocks(self._ready_pipeline(), self._open(), wanted)
+        return decode_blocks(self._ready_pipeline(), self._open(), wanted, self._replay)

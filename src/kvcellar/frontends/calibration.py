@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ from ..cache import KVCache
 from ..calibrate import Calibration, Progress, Sample
 from ..errors import InvalidInput, KVCellarError
 from ..evaluate.texts import Document, standard_library, texts_from_files
+from ..geometry import Geometry
 from ..identity import Identity
 from ..profile import home
 from .cli.models import LocalModel, empty_cache, held_in
 from .library import open as open_archive
 from .library import save
+from .replayer import Replayer
 from .transformers import take_cache
 
 WINDOW = 1024
@@ -105,7 +107,12 @@ def collect(local: LocalModel, cuts: Sequence[Cut], progress: Progress) -> Calib
     ]
     texts = sorted({piece.text for piece in cuts})
     geometry = samples[0].load().geometry
-    return Calibration(local.identity, geometry, samples, texts, local.model, folder, progress)
+    replayer = partial(_replayer, local.model, geometry)
+    return Calibration(local.identity, geometry, samples, texts, local.model, folder, progress, replayer=replayer)
+
+
+def _replayer(model: Any, geometry: Geometry, layers: int) -> Replayer:
+    return Replayer(model, layers, geometry)
 
 
 def _name(piece: Cut) -> str:

@@ -27,9 +27,11 @@ from ..errors import (
 from ..identity import Identity, require_same
 from ..language.cells import checked_log2_probs
 from ..language.tokenlog import TokenLog, is_token_log
+from ..pipeline import Pipeline
 from ..profile import Profile
 from ..ready import ready
 from ..recipe import Recipe, find_recipe
+from ..replayed import Replayed, required
 from ..store.base import Appender, Reader
 from ..store.local import LocalStore
 from ..symbols import byteplanes as byteplanes  # its kernels load with this module, not in the first restore
@@ -37,6 +39,7 @@ from .archive import Archive
 from .fingerprint import require_every_layer, require_plain_positions
 from .inputs import resolve_identity, take_row
 from .reducedfiles import is_reduced, slot_blocks, take_reduced
+from .replayer import Replayer
 from .sessions import Found as Found
 from .sessions import find as find
 from .sessions import remember
@@ -64,6 +67,7 @@ def save(
     embed_profile: bool = False,
     reduce_with: Any = None,
     log2_probs: Any = None,
+    replay_with: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ArchiveInfo:
     """Write one sequence's cache to `path`, replacing an archive there at once.
@@ -86,6 +90,7 @@ def save(
             take fewer positions than tokens. Such an archive restores only as a whole.
         reduce_with: the model that a recipe with a reduction, or that codes ids under it, asks, where `identity` is
             given in place of `model`.
+        replay_with: the model that a recipe with a replay runs again, where `identity` is given in place of `model`.
         log2_probs: log2 of the model's probability of each stored token given those before it, (T,): finite, at most
             0, NaN where not known, 0 for a first token that is given. A recipe whose bits follow surprisal goes by them
             (`sequential`; without, every token counts as an average one), and they go into the trie file of the folder
@@ -93,8 +98,8 @@ def save(
         progress: told how many layers are reduced, and of how many, by a recipe that reduces; or tokens, by `tokens`.
 
     Raises MissingIdentity, TokensMismatch, InvalidInput (also for a multimodal model without `next_position`),
-    UnsupportedCache (naming the layer), InvalidRecipe, ProfileMissing, ArchiveLocked, NotAnArchive (an existing file
-    that is none is never replaced), StorageError.
+    UnsupportedCache (naming the layer), InvalidRecipe, ProfileMissing, ModelMissing, ArchiveLocked, NotAnArchive (an
+    existing file that is none is never replaced), StorageError.
     """
     who = resolve_identity(model, identity)
     if who is None:
@@ -132,7 +137,9 @@ def save(
     else:
         pipeline = ready(chosen, kv.geometry, profile)
         surprisal = None if told is None else -told.astype("float64")
-        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position, surprisal=surprisal)
+        layers = _replayed(pipeline, replay_with if model is None else model, ids, first_position, next_position)
+        about = {"surprisal": surprisal, "replayed": layers}
+        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position, **about)
     store, name = LocalStore.at(path)
     with Replaceable(store, name), store.replacing(name) as pending:
         embedded = profile.pack() if manifest.profile_embedded and profile else None
@@ -162,6 +169,18 @@ def _save_log(path: Path, log: TokenLog) -> ArchiveInfo:
     with Replaceable(store, name), store.replacing(name) as pending:
         pending.append(data)
     return describe_log(log, str(store.folder / name), len(data))
+
+
+def _replayed(
+    pipeline: Pipeline, model: Any, ids: np.ndarray, position: int, next_position: int | None
+) -> Replayed | None:
+    """What a recipe that replays is told of the tokens."""
+    if not pipeline.replays:
+        return None
+    if next_position is not None:
+        raise InvalidInput("next_position: a replay needs tokens whose positions follow one by one")
+    replay = None if model is None else Replayer(model, pipeline.replays, pipeline.geometry, position)
+    return required(replay, ids, pipeline)
 
 
 class Replaceable:
@@ -220,6 +239,8 @@ def open(
     `identity` is given.
 
     A reduced cache is restored for a model's config: that of `model`, or `config` where `identity` is given.
+    One whose recipe replays layers of the model needs it: `model`, or `replay_with` where `identity` is given; whoever
+    gives that vouches for its being the model of this identity.
 
     With `model` or `identity`, raises IdentityMismatch unless the archive is theirs or `allow_mismatch` is set.
     Without, everything but `restore` and `append` works. Raises ArchiveNotFound (also for another namespace),
@@ -240,7 +261,8 @@ def open(
         reader = ArchiveReader(handle, namespace)
         if who is not None and not allow_mismatch:
             require_same(reader.manifest.identity, who, str(path))
-        return Archive(store, name, reader, who, profile, getattr(model, "config", config))
+        replayer = model if replay_with is None else replay_with
+        return Archive(store, name, reader, who, profile, getattr(model, "config", config), replayer)
     except BaseException:
         handle.close()
         raise

@@ -103,7 +103,7 @@ class LinearPredictor(Predictor):
             if layers.stop < len(calibration.geometry):
                 level = restoring[0].left.level if restoring else None
                 left = Restoring(moment.left(down, up), roots[-SEEN_LAYERS:], level)
-                group = _Group.read(state, g, widths, numbers)
+                group = Regression.read(state, g, widths, numbers)
                 restoring.append(_Restoring(group, left, layers[-SEEN_LAYERS:], rope, self.reach))
         return state
 
@@ -121,7 +121,7 @@ class LinearPredictor(Predictor):
             seen = [self._seen_widths(geometry, groups, g) for g in range(len(groups))]
             embedded = [len(self.scale)] * (LOOKBACK + 1)
             self.groups = [
-                _Group.read(state, g, embedded + seen[g], widths_of(geometry, layers))
+                Regression.read(state, g, embedded + seen[g], widths_of(geometry, layers))
                 for g, layers in enumerate(groups)
             ]
         except KeyError as error:
@@ -159,14 +159,16 @@ class LinearPredictor(Predictor):
         return torch.cat(found, dim=1)
 
 
-class _Group:
+class Regression:
     """Regression of one layer group, float32."""
 
     def __init__(self, centre: Tensor, spread: Tensor, down: Tensor, up: Tensor, mean: Tensor):
         self.centre, self.spread, self.down, self.up, self.mean = centre, spread, down, up, mean
 
     @classmethod
-    def read(cls, state: Mapping[str, np.ndarray], g: int, features: Sequence[int], numbers: Sequence[int]) -> _Group:
+    def read(
+        cls, state: Mapping[str, np.ndarray], g: int, features: Sequence[int], numbers: Sequence[int]
+    ) -> Regression:
         """Of rows with so many `features` and `numbers` by block. Raises ValueError, KeyError."""
         down = restored(state[f"down.{g}"], state[f"down_scale.{g}"], features).T.contiguous()
         up = restored(state[f"up.{g}"], state[f"up_scale.{g}"], numbers)
@@ -192,7 +194,7 @@ class _Group:
 class _Restoring:
     """The features of a group's last layers as a restore would give them, or without a generator as they are."""
 
-    def __init__(self, group: _Group, left: Restoring, layers: range, rope: Rope, reach: int):
+    def __init__(self, group: Regression, left: Restoring, layers: range, rope: Rope, reach: int):
         self.group, self.left, self.layers, self.rope, self.reach = group, left, layers, rope, reach
 
     def __call__(self, features: Tensor, cache: KVCache, generator: torch.Generator | None) -> list[Tensor]:

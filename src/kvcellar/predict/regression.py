@@ -19,6 +19,7 @@ from ..metric import root
 
 RIDGE = 3e-4
 CLOSED = 5e-3  # of restored features, whose noise is drawn from a model
+AS_THEY_ARE = 0.02  # of features that will be restored, and are not made so
 SHRINK = 0.05
 LOST = 0.4  # of its last layers' residual energy in the loss metric, as at the step of recipe `cellar`
 
@@ -63,11 +64,12 @@ class Moments:
     def variance(self) -> Tensor:
         return (self.squares / self.count - (self.sums[1] / self.count).square()).clamp(min=0)
 
-    def solve(self, roots: list[Tensor], rank: int, embedded: int) -> tuple[Tensor, Tensor]:
-        """D (F, R) and U (R, P) for targets weighted with the roots; features from `embedded` on are restored ones."""
+    def solve(self, roots: list[Tensor], rank: int, embedded: int, closed: float = CLOSED) -> tuple[Tensor, Tensor]:
+        """D (F, R) and U (R, P) for targets weighted with the roots; features from `embedded` on are restored ones, and
+        have `closed` for a ridge."""
         gram, cross = self._standardised()
         penalty = torch.full((len(gram),), RIDGE, dtype=torch.float64)
-        penalty[embedded:] = CLOSED if embedded else RIDGE
+        penalty[embedded:] = closed if embedded else RIDGE
         gram = gram.double() + torch.diag(penalty)
         solution = torch.linalg.solve(gram, times(cross, roots).double())
         half = torch.linalg.cholesky(gram).T @ solution

@@ -52,8 +52,8 @@ def times(rows: Tensor, blocks: list[Tensor]) -> Tensor:
     return torch.cat([part @ block for part, block in zip(parts, blocks, strict=True)], dim=1)
 
 
-def groups_of(layers: int, per_group: int) -> list[range]:
-    return [range(i, min(i + per_group, layers)) for i in range(0, layers, per_group)]
+def groups_of(layers: int, per_group: int, first: int = 0) -> list[range]:
+    return [range(i, min(i + per_group, layers)) for i in range(first, layers, per_group)]
 
 
 def spreads_of(calibration: Calibration, rope: Rope) -> list[Tensor]:
@@ -128,7 +128,7 @@ def residuals(calibration: Calibration, rope: Rope, groups: list[range]) -> Iter
     predictor = calibration.before.get("predict")
     for tokens, cache in calibration.caches("residuals"):
         positions = torch.arange(len(tokens))
-        context = Context(tokens, positions.numpy(), _earlier(tokens))
+        context = Context(tokens, positions.numpy(), _earlier(tokens), replayed=calibration.told(tokens, cache))
         found = []
         for layers in groups:
             x = _sides(cache, layers)

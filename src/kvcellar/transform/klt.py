@@ -61,14 +61,18 @@ class WeightedKLT(Transform):
     id = "klt/1"
     needs_profile = True
 
-    def __init__(self, *, layers_per_group: int = 10, coefficients: int = 768):
+    def __init__(self, *, layers_per_group: int = 10, coefficients: int = 768, first_layer: int = 0):
         for name, number, most in (("layers_per_group", layers_per_group, 4096), ("coefficients", coefficients, 65534)):
             if type(number) is not int or not 1 <= number <= most:
                 raise InvalidRecipe(f"{name} {number!r}; expected a whole number from 1 to {most}")
+        if type(first_layer) is not int or not 0 <= first_layer <= 4096:
+            raise InvalidRecipe(f"first_layer {first_layer!r}; expected a whole number from 0 to 4096")
+        self.first_layer = first_layer
         self.layers_per_group, self.coefficients = layers_per_group, coefficients
 
     def fit_settings(self) -> Mapping[str, object]:
-        return {"layers_per_group": self.layers_per_group, "coefficients": self.coefficients}
+        settings = {"layers_per_group": self.layers_per_group, "coefficients": self.coefficients}
+        return {**settings, "first_layer": self.first_layer} if self.first_layer else settings
 
     def fit(self, calibration: Calibration, fitted: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Rotary state as of rope/1; `root.{layer}` int8 (P(P+1)/2,) with `root_scale.{layer}` float32 (P,)
@@ -85,10 +89,10 @@ class WeightedKLT(Transform):
         state = dict(rope.fit(calibration, {}))
         rope.bind(calibration.geometry, Profile({f"transform.{n}": v for n, v in state.items()}, {}))
         metric = loss_metric(calibration, rope)
-        groups = groups_of(len(calibration.geometry), self.layers_per_group)
+        groups = groups_of(len(calibration.geometry), self.layers_per_group, self.first_layer)
         spreads = spreads_of(calibration, rope)
         roots = [root(f, spread, SHRINK) for f, spread in zip(metric.layers, spreads, strict=True)]
-        for i, a in enumerate(roots):
+        for i, a in enumerate(roots[self.first_layer :], self.first_layer):
             state[f"root.{i}"], state[f"root_scale.{i}"] = triangle(a)
         blocks = [[roots[i] for i in layers] for layers in groups]
         covariances = [torch.zeros(n, n) for n in (sum(len(b) for b in of) for of in blocks)]
@@ -102,7 +106,7 @@ class WeightedKLT(Transform):
             u, along_u = leading(covariance / count, self.coefficients)
             felt = felt_along(metric, layers, blocks[g], u)
             energies = [h[..., :FELT].square().sum(dim=2).mean(dim=0) for h in felt]
-            weights = Weights.fit(rows[g], energies, blocks[g], first=g == 0)
+            weights = Weights.fit(rows[g], energies, blocks[g], first=not layers.start)
             exponents = [weights.exponents(x) for x in rows[g]]
             basis, variance = balanced(u, along_u, felt, exponents)
             first, widths = layers.start, widths_of(calibration.geometry, layers)
@@ -124,7 +128,7 @@ class WeightedKLT(Transform):
             raise ProfileMissing(f"stage {self.id!r} needs a profile")
         self.rope = Rope()
         self.rope.bind(geometry, profile)
-        groups = groups_of(len(geometry), self.layers_per_group)
+        groups = groups_of(len(geometry), self.layers_per_group, self.first_layer)
         self.groups = [_Group.read(profile, layers, geometry) for layers in groups]
 
     def forward(
@@ -138,7 +142,7 @@ class WeightedKLT(Transform):
 
         `x` are the group's numbers themselves (default: the residual).
         """
-        group = self.groups[layers.start // self.layers_per_group]
+        group = self.groups[(layers.start - self.first_layer) // self.layers_per_group]
         r = self.rope.forward(residual, layers, positions)
         n = group.weights.exponents(r if x is None else self.rope.forward([t.float() for t in x], layers, positions))
         c = r @ group.forward
@@ -151,7 +155,7 @@ class WeightedKLT(Transform):
     def inverse(
         self, coefficients: Tensor, like: list[Tensor], layers: range, positions: Int[Tensor, " tokens"]
     ) -> list[Tensor]:
-        group = self.groups[layers.start // self.layers_per_group]
+        group = self.groups[(layers.start - self.first_layer) // self.layers_per_group]
         count = len(group.inverse)
         n, c, left = torch.split(coefficients, [1, count, coefficients.shape[1] - 1 - count], dim=1)
         n = (n - MARK * (n > MOST)).clamp(LEAST, MOST)

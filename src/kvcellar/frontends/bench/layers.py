@@ -7,19 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
-from ...identity import Identity
-from ..library import open as open_archive
+from ..cli.models import LocalModel
 from ..transformers import take_cache
+from .speed import opened_with
 
 
-def layer_errors(archive: Path, exact: Path, identity: Identity) -> list[dict[str, Any]]:
+def layer_errors(archive: Path, exact: Path, local: LocalModel) -> list[dict[str, Any]]:
     """Per layer Σ|x − x̂|² ÷ Σ|x|² of its keys and of its values, of `archive` against the same cache in `exact`.
 
     None for a side that holds nothing; 0 where nothing was lost.
     """
     held = []
     for path in (exact, archive):
-        with open_archive(path, identity=identity) as opened:
+        with opened_with(local, path) as opened:
             held.append(take_cache(opened.restore().cache).layers)
     return [
         {"layer": i, "keys": _lost(before.keys, after.keys), "values": _lost(before.values, after.values)}

@@ -78,7 +78,15 @@ class TaskBench:
                 path = Path(scratch) / "task.kvc"
                 with open_archive(self._archive(task), identity=self.local.identity) as original:
                     tokens, cache = original.tokens, original.restore().cache
-                save(path, cache, tokens=tokens, identity=self.local.identity, recipe=recipe, profile=profile)
+                save(
+                    path,
+                    cache,
+                    tokens=tokens,
+                    identity=self.local.identity,
+                    recipe=recipe,
+                    profile=profile,
+                    replay_with=self.local.model,
+                )
                 return scorer[0].ask(path, len(tokens), asdict(task))
 
         try:

@@ -167,7 +167,15 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as scratch:
             path = Path(scratch) / "window.kvc"
             started = time.perf_counter()
-            info = save(path, cache, tokens=prefix, identity=self.local.identity, recipe=recipe, profile=profile)
+            info = save(
+                path,
+                cache,
+                tokens=prefix,
+                identity=self.local.identity,
+                recipe=recipe,
+                profile=profile,
+                replay_with=self.local.model,
+            )
             save_s = time.perf_counter() - started
             del cache
             return info, save_s, then(path)
@@ -183,7 +191,7 @@ class Bench:
             if closely:
                 found["payload_bytes"], found["payload_tokens"] = coarse_bytes(path, profile, pipeline)
             if first and not self.quick:
-                found["layer_errors"] = layer_errors(path, self.references.archive(window), self.local.identity)
+                found["layer_errors"] = layer_errors(path, self.references.archive(window), self.local)
             return {**found, "bytes_by_part": bytes_by_part(path)}
 
         info, save_s, found = self._recipe_save(recipe, profile, window, look_and_score)
@@ -195,7 +203,7 @@ class Bench:
             "save_s": save_s,
             "profile": info.profile,
             "calibration_tokens": None if profile is None else profile.metadata.get("tokens"),
-            "restore_class": "none",
+            "restore_class": "part" if pipeline.replays else "none",
             **found,
         }
 

@@ -128,7 +128,7 @@ def append_s(archive: Path, local: LocalModel, cache: Any, ids: Sequence[int]) -
         return None
     with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as scratch:
         copied = shutil.copyfile(archive, Path(scratch) / "grown.kvc")
-        with open_archive(copied, identity=local.identity, mode="a") as opened:
+        with opened_with(local, copied, mode="a") as opened:
             held, spent = len(opened), []
             sides = [
                 (layer.keys.to(torch_dtype(stored.key.dtype)), layer.values.to(torch_dtype(stored.value.dtype)))
@@ -142,7 +142,12 @@ def append_s(archive: Path, local: LocalModel, cache: Any, ids: Sequence[int]) -
     return median(spent[1:])
 
 
-def random_access_s(archive: Path) -> float:
+def opened_with(local: LocalModel, archive: str | Path, mode: str = "r") -> Any:
+    """The archive, opened for a model that its recipe may run again."""
+    return open_archive(archive, identity=local.identity, replay_with=local.model, mode=mode)
+
+
+def random_access_s(archive: Path, local: LocalModel) -> float:
     """Median seconds of reading the middle token of the middle layer.
 
     The archive is opened anew for each repeat, and its first token read, which loads the profile and makes the stages
@@ -151,7 +156,7 @@ def random_access_s(archive: Path) -> float:
     spent: list[float] = []
     began = time.perf_counter()
     while len(spent) < 2 or (len(spent) <= REPEATS and time.perf_counter() - began < ACCESS_BUDGET_S):
-        with open_archive(archive) as opened:
+        with opened_with(local, archive) as opened:
             layer, token = len(opened.manifest.geometry) // 2, len(opened) // 2
             opened.read(layer, 0, 1)
             started = time.perf_counter()

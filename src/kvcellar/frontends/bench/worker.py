@@ -27,7 +27,7 @@ from ..cli.models import LocalModel, MeasuredModel
 from ..library import open as open_archive
 from .alone import reading_only
 from .reference import continuation_logits, write_scores
-from .speed import append_s, give_memory_back, memcpy_s, random_access_s
+from .speed import append_s, give_memory_back, memcpy_s, opened_with, random_access_s
 from .tasks import scored
 from .zero import FLOOR_ZERO_RESIDUAL as FLOOR_ZERO_RESIDUAL  # its stages register when they are imported
 
@@ -54,7 +54,7 @@ def score(
     return {
         **costs,
         "append_s": append_s(Path(archive), local, cache, ids),
-        "random_access_s": random_access_s(Path(archive)),
+        "random_access_s": random_access_s(Path(archive), local),
     }
 
 
@@ -68,7 +68,7 @@ def _restored(local: LocalModel, archive: str, prefix: int) -> tuple[Any, dict[s
     """The cache in `archive`, which must stand for `prefix` tokens, and what restoring it took, in fresh memory."""
     give_memory_back()
     started = time.perf_counter()
-    with _peak() as peak, reading_only(archive), open_archive(archive, identity=local.identity) as opened:
+    with _peak() as peak, reading_only(archive), opened_with(local, archive) as opened:
         cache: Any = opened.restore().cache
         restore_s = time.perf_counter() - started
     held = int(cache.get_seq_length())

@@ -83,17 +83,17 @@ def command(
             from .models import folder_of
 
             model_dir = str(folder_of(found.manifest.identity))
-    who = identity
+    who, model = identity, None
     if model_dir is not None:
         from .models import LocalModel
 
         if not as_json:
             click.echo(f"loading {Path(model_dir).name} …", err=True)
         local = LocalModel(model_dir)
-        who = local.identity  # type: ignore[assignment]
+        who, model = local.identity, local.model  # type: ignore[assignment]
     started = time.perf_counter()
     with ExitStack() as stack:
-        archive: Any = stack.enter_context(open_archive(file, identity=who, namespace=namespace))
+        archive: Any = stack.enter_context(open_archive(file, identity=who, namespace=namespace, replay_with=model))
         manifest, info = archive.manifest, archive.info()
         if replayed:
             archive = stack.enter_context(replayed_archive(archive, local.model, goal.parent, quiet=as_json))

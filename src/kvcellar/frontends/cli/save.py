@@ -101,6 +101,7 @@ def command(
             namespace=namespace,
             reduce_with=local.model,
             log2_probs=told,
+            replay_with=local.model,
             progress=lambda done, total: advance(1),
         )
     saved = time.perf_counter()
