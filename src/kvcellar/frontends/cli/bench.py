@@ -159,9 +159,13 @@ def _names(given: str, known: list[str], what: str) -> list[str]:
 
 
 def _chosen_recipes(given: str) -> list[Any]:
-    from ...recipe import PRESETS
+    """Those named; all are the presets but `exact-small`, which has a profile of its own and loses nothing anyway."""
+    from ...recipe import EXACT_SMALL, PRESETS, find_recipe
 
-    return [PRESETS[name] for name in _names(given, list(PRESETS), "recipe")]
+    if given == "all":
+        return [recipe for recipe in PRESETS.values() if recipe is not EXACT_SMALL]
+    replaying = [name for name in given.split(",") if name.startswith("replay-")]
+    return [find_recipe(name) for name in _names(given, [*PRESETS, *replaying], "recipe")]
 
 
 def _zero_floors(chosen: list[Any]) -> list[tuple[Any, str]]:

@@ -23,7 +23,9 @@ from .common import emit, facts, human_bytes, json_option, progress
     help="Text like what you will store; may be given several times.",
 )
 @click.option("--only-text", is_flag=True, help="Use --text alone, without the standard library's text.")
-@click.option("--recipe", "names", multiple=True, help="Make a profile for this recipe (default: all that need one).")
+@click.option(
+    "--recipe", "names", multiple=True, help="For this recipe (default: all that need one, exact-small aside)."
+)
 @click.option("--tokens", default=60_000, show_default=True, type=click.IntRange(1), help="How much text, in tokens.")
 @click.option(
     "--window", default=1024, show_default=True, type=click.IntRange(16), help="Tokens the model reads at once."
@@ -66,11 +68,12 @@ def command(
       kvcellar calibrate --model DIR --text notes.txt --text manual.md
     """
     from ...calibrate import fitted_stages
-    from ...recipe import PRESETS, find_recipe
+    from ...recipe import EXACT_SMALL, PRESETS, find_recipe
 
     if only_text and not texts:
         raise InvalidInput("--only-text needs --text: there would be nothing to calibrate on")
-    chosen = [find_recipe(name) for name in names] or [r for r in PRESETS.values() if fitted_stages(r)]
+    usual = [recipe for recipe in PRESETS.values() if recipe is not EXACT_SMALL and fitted_stages(recipe)]
+    chosen = [find_recipe(name) for name in names] or usual
     for recipe in chosen:
         if not fitted_stages(recipe):
             raise InvalidInput(f"recipe {recipe.name!r} needs no profile")
