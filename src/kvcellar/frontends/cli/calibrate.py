@@ -23,9 +23,7 @@ from .common import emit, facts, human_bytes, json_option, progress
     help="Text like what you will store; may be given several times.",
 )
 @click.option("--only-text", is_flag=True, help="Use --text alone, without the standard library's text.")
-@click.option(
-    "--recipe", "names", multiple=True, help="For this recipe (default: all that need one, exact-small aside)."
-)
+@click.option("--recipe", "names", multiple=True, help="Default: all that need a profile but exact-small.")
 @click.option("--tokens", default=60_000, show_default=True, type=click.IntRange(1), help="How much text, in tokens.")
 @click.option(
     "--window", default=1024, show_default=True, type=click.IntRange(16), help="Tokens the model reads at once."
