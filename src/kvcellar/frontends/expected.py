@@ -145,7 +145,7 @@ def _require_whole(cache: Any, tokens: int) -> None:
             )
 
 
-class CandidateCache(DynamicCache):
+class CandidateCache(DynamicCache):  # type: ignore[misc]
     """A cache for assisted generation that keeps what the model made of the draft's tokens.
 
         cache = CandidateCache(prompt=len(ids), config=model.config)
