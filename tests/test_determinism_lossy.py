@@ -315,9 +315,8 @@ def test_noise_on_every_product_moves_no_symbol_far(folder: Path, name: str, see
     assert seeds == 1, "no symbol differed: the rule was not put to the test"
 
 
-@pytest.mark.parametrize("name", ["cellar", "fractal"])
-def test_noise_on_every_product_moves_no_restored_number(folder: Path, name: str) -> None:
-    case = Case(folder, name)
+def test_noise_on_every_product_moves_no_restored_number(folder: Path) -> None:
+    case = Case(folder, "cellar")  # the others restore by kernels of our own
     pipeline = case.pipeline()
     for grade, (symbols, restored) in case.coded().items():
         noisy = {i: LayerKV(torch.empty_like(kv.keys), torch.empty_like(kv.values)) for i, kv in enumerate(case.layers)}

@@ -16,7 +16,7 @@ import kvcellar
 SOURCE = Path(kvcellar.__file__).parent
 STAGE_FOLDERS = ("reduce", "predict", "transform", "quantize", "symbols")
 CONTRACTS = {"cache", "calibrate", "stages", "recipe", "errors", "geometry", "profile", "rope", "rounding", "metric"}
-CONTRACTS |= {"residual", "placing", "replayed"}
+CONTRACTS |= {"residual", "placing", "replayed", "causalfit"}
 
 
 def imported(code: str, module: str, *, package: bool = False) -> set[str]:

@@ -173,8 +173,10 @@ def test_find_passes_over_what_it_cannot_read_now_and_finds_it_again(path: Path)
         if refusal.refused == ["close"]:  # nothing was missed by then
             assert found.matched == len(OLD)
             continue
-        assert found.path is None
-        assert "passed over a.kvc" in str(told[0].message)
+        if found.path is None:
+            assert "passed over a.kvc" in str(told[0].message)
+        else:  # the trie could not be made, and opening the archive itself went well
+            assert found.matched == len(OLD)
         assert kvcellar.find(path.parent, OLD, identity="m").matched == len(OLD)
     assert number > 5
 

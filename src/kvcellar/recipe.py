@@ -201,11 +201,11 @@ TOKEN_LOG = "tokens/1"
 TOKENS = tokens_recipe()
 
 
-def replaying(layers: int, step: float = 0.0123) -> Recipe:
+def replaying(layers: int, step: float | None = None) -> Recipe:
     """`cellar` behind the model's first `layers` decoder layers, which a restore runs again (docs/replay.md); none of
     them is `cellar` itself. By the name ``replay-LAYERS``."""
     name, base = f"replay-{layers}", CELLAR[0]
-    quantize = {**(base.quantize or {}), "step": step}
+    quantize = {**(base.quantize or {})} | ({} if step is None else {"step": step})
     if layers == 0:
         return replace(base, name=name, quantize=quantize)
     predict = {"id": "replay/1", "layers": layers, "layers_per_group": 10}

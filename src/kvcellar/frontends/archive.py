@@ -29,7 +29,7 @@ from ..replayed import Replayed, required
 from ..store.base import Appender
 from ..store.local import LocalStore
 from ..tail import compacted, extended
-from .inputs import spans_of, surprisals, token_ids
+from .inputs import spans_of, token_ids, told_log2_probs
 from .reducedfiles import restore_reduced
 from .replayer import Replayer
 from .search import Hit, search
@@ -202,8 +202,11 @@ class Archive:
         if start + len(ids) > matched:
             new, new_ids = kv.tokens(matched - start, len(ids)), ids[matched - start :]
             self._warn_of_second_bos(new_ids)
-            told = surprisals(log2_probs, len(ids))
-            told = None if told is None else told[matched - start :]
+            told = (
+                None
+                if log2_probs is None
+                else -told_log2_probs(log2_probs, len(ids))[matched - start :].astype("float64")
+            )
             keep, blocks = extended(self._ready_pipeline(), reader, new, new_ids, told, self._replay)
             append_blocks(reader.reader, reader, keep, blocks)
             self._seen = ids if start == 0 else self._seen[:0]

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64
 from torch import Tensor
 
 from ..cache import KVCache
 from ..errors import InvalidInput, TokensMismatch, UnsupportedCache
 from ..identity import Identity
+from ..language.cells import checked_log2_probs
 from .fingerprint import identity_of_model
 from .transformers import take_cache
 
@@ -35,19 +35,11 @@ def token_ids(tokens: Any, row: int = 0, what: str = "tokens") -> np.ndarray:
     return ids.astype(np.int64)
 
 
-def surprisals(log2_probs: Any, tokens: int) -> Float64[np.ndarray, " tokens"] | None:
-    """−log2 P in bits from log2 P (T,) of each of so many tokens, NaN where unknown. Raises InvalidInput."""
-    if log2_probs is None:
-        return None
-    try:
-        given = np.asarray(log2_probs.detach().cpu() if isinstance(log2_probs, Tensor) else log2_probs, np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInput(f"log2_probs cannot be read as numbers: {error}") from error
-    if given.shape != (tokens,):
-        raise InvalidInput(f"log2_probs of shape {given.shape}; expected one for each of {tokens} tokens")
-    if (given > 0).any():
-        raise InvalidInput(f"log2_probs up to {np.nanmax(given)}; the logarithm of a probability is at most 0")
-    return -given
+def told_log2_probs(log2_probs: Any, tokens: int) -> np.ndarray:
+    """log2 P float32 (T,) of each of so many tokens, finite and at most 0, NaN where unknown. Raises InvalidInput."""
+    if isinstance(log2_probs, Tensor):
+        log2_probs = log2_probs.detach().float().cpu().numpy()
+    return checked_log2_probs(log2_probs, tokens)
 
 
 def take_row(cache: Any, tokens: Any, row: int, attention_mask: Any, positions: Any) -> tuple[KVCache, np.ndarray, int]:

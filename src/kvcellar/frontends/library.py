@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from ..archive.format import MAGIC
 from ..archive.info import ArchiveInfo, describe
@@ -25,7 +24,6 @@ from ..errors import (
     NotAnArchive,
 )
 from ..identity import Identity, require_same
-from ..language.cells import checked_log2_probs
 from ..language.tokenlog import TokenLog, is_token_log
 from ..pipeline import Pipeline
 from ..profile import Profile
@@ -37,7 +35,7 @@ from ..store.local import LocalStore
 from ..symbols import byteplanes as byteplanes  # its kernels load with this module, not in the first restore
 from .archive import Archive
 from .fingerprint import require_every_layer, require_plain_positions
-from .inputs import resolve_identity, take_row
+from .inputs import resolve_identity, take_row, told_log2_probs
 from .reducedfiles import is_reduced, slot_blocks, take_reduced
 from .replayer import Replayer
 from .sessions import Found as Found
@@ -113,7 +111,7 @@ def save(
         kv, ids, first_position = take_row(cache, tokens, row, attention_mask, positions)
         asked = reduce_with if model is None else model
         about = {"first": first_position, "namespace": namespace, "model": asked, "progress": progress}
-        told = _told(log2_probs, len(ids))
+        told = None if log2_probs is None else told_log2_probs(log2_probs, len(ids))
         info = _save_log(path, log_of(chosen, who, kv, ids, **about))
         _remember(path, who, namespace, ids, told)
         return info
@@ -125,7 +123,7 @@ def save(
         kv, ids, chosen = take_reduced(cache, tokens, chosen, asked, row, attention_mask, positions, progress)
     else:
         kv, ids, first_position = take_row(cache, tokens, row, attention_mask, positions)
-    told = _told(log2_probs, len(ids))
+    told = None if log2_probs is None else told_log2_probs(log2_probs, len(ids))
     if model is not None:
         require_every_layer(model, len(kv.layers))
     if profile is None and not reduced:
@@ -147,12 +145,6 @@ def save(
     _remember(path, who, namespace, ids, told)
     with ArchiveReader(store.open_reader(name), namespace) as archive:
         return describe(archive)
-
-
-def _told(log2_probs: Any, tokens: int) -> np.ndarray | None:
-    if isinstance(log2_probs, Tensor):
-        log2_probs = log2_probs.detach().float().cpu().numpy()
-    return None if log2_probs is None else checked_log2_probs(log2_probs, tokens)
 
 
 def _remember(path: Path, who: Identity, namespace: str, ids: np.ndarray, told: np.ndarray | None) -> None:

@@ -62,7 +62,7 @@ class Causal(CausalCoder):
         return {"seen": self.seen, "embedding": self.embedding, "before": self.before}
 
     def fit(self, calibration: Calibration, fitted: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        from . import causalfit
+        from .. import causalfit
 
         return causalfit.fitted(calibration, self.seen, self.embedding, self.before)
 

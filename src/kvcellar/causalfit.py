@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..errors import InvalidInput, UnsupportedCache
-from ..profile import Profile
-from ..rope import Rope
-from .causalkernels import COARSE, FINE, SUM
-from .causalstate import BLOCK, EMBEDDED, LARGEST, WEIGHT, blocks_of, embedded, order_of
+from .errors import InvalidInput, UnsupportedCache
+from .profile import Profile
+from .rope import Rope
+from .symbols.causalkernels import COARSE, FINE, SUM
+from .symbols.causalstate import BLOCK, EMBEDDED, LARGEST, WEIGHT, blocks_of, embedded, order_of
 
 if TYPE_CHECKING:
-    from ..cache import KVCache
-    from ..calibrate import Calibration
+    from .cache import KVCache
+    from .calibrate import Calibration
 
 RIDGE = 3e-4
 FLOOR = 1e-7  # share of a number's variance that always remains
