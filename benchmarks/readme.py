@@ -211,7 +211,14 @@ def _peers(result: dict[str, Any]) -> str:
     """Packaged peers beside figures from elsewhere, measured the same way."""
     setting = result["setting"]
     table = [
-        ("peer", "KL elsewhere", "KL here [least, most of a window]", "ratio", "best tokens alike, elsewhere / here", "prefix alone"),
+        (
+            "peer",
+            "KL elsewhere",
+            "KL here [least, most of a window]",
+            "ratio",
+            "best tokens alike, elsewhere / here",
+            "prefix alone",
+        ),
         ("---", *["---:"] * 5),
     ]
     for row in result["rows"]:
