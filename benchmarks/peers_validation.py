@@ -101,8 +101,7 @@ def main() -> None:
         "rows": compared(rows),
         "left_out": left_out,
     }
-    if not options.peers:
-        write_result("peers_validation", result)
+    write_result("peers_validation", result)
     print(json.dumps(rounded(result), ensure_ascii=False))
 
 
@@ -173,7 +172,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=home() / "models" / "smollm2-135m-instruct", metavar="DIR")
     parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="one window each, where long enough")
     parser.add_argument("--windows", type=int, default=WINDOWS, metavar="N")
-    parser.add_argument("--peers", metavar="NAME,…", help="a look at these alone, which writes no file")
+    parser.add_argument("--peers", metavar="NAME,…", help="these alone")
     options = parser.parse_args()
     if unknown := set((options.peers or "").split(",")) - {"", *ELSEWHERE}:
         parser.error(f"unknown peers {sorted(unknown)}, expected some of {', '.join(ELSEWHERE)}")

@@ -211,17 +211,23 @@ def _peers(result: dict[str, Any]) -> str:
     """Packaged peers beside figures from elsewhere, measured the same way."""
     setting = result["setting"]
     table = [
-        ("peer", "KL elsewhere", "KL here [95 %]", "ratio", "best tokens alike, elsewhere / here", "prefix alone"),
+        (
+            "peer",
+            "KL elsewhere",
+            "KL here [least, most of a window]",
+            "ratio",
+            "best tokens alike, elsewhere / here",
+            "prefix alone",
+        ),
         ("---", *["---:"] * 5),
     ]
     for row in result["rows"]:
-        low_high, alone = row["kl_ci"], row["kl_of_prefix_alone"]
-        interval = f" [{low_high[0]:.2g}, {low_high[1]:.2g}]" if low_high else ""
+        each, alone = row["kl_by_window"], row["kl_of_prefix_alone"]
         table.append(
             (
                 f"`{row['peer']}`",
                 f"{row['elsewhere']:.2g}",
-                f"{row['kl']:.2g}{interval}",
+                f"{row['kl']:.2g} [{min(each):.2g}, {max(each):.2g}]",
                 f"{row['ratio']:.2f}{'' if row['within'] else ' (outside)'}",
                 f"{row['top1_elsewhere']:.3f} / {row['top1']:.3f}",
                 "–" if alone is None else f"{alone:.2g}",
