@@ -355,6 +355,36 @@ def test_find_counts_logs(tmp_path: Path) -> None:
     assert Path(found.path).name == "exact.kvc"
 
 
+def test_a_log_is_in_the_trie_with_its_probabilities(tmp_path: Path) -> None:
+    ids, bits = said(llama())[:50], np.full(50, -0.5)
+    kvcellar.save(
+        tmp_path / "log.kvc", prefill(llama(), ids), tokens=ids, model=llama(), recipe="tokens", log2_probs=bits
+    )
+    sessions = kvcellar.Sessions(tmp_path, model=llama())
+    sessions.refresh()
+    assert sessions.trie.names() == ["log.kvc"]
+    near = kvcellar.nearest(tmp_path, [*ids, 1], model=llama())
+    assert near is not None
+    assert (near.matched, near.tokens, near.kinship.cell.depth) == (50, 50, 25)
+    (trie_file,) = (path for path in tmp_path.iterdir() if path.suffix == ".trie")
+    with pytest.raises(errors.NotAnArchive):
+        kvcellar.open(trie_file)
+
+
+def test_a_coded_log_tells_the_trie_nothing(tmp_path: Path) -> None:
+    ids = said(llama())
+    bits = np.full(len(ids), -0.5)
+    kvcellar.save(tmp_path / "log.kvc", prefill(llama(), ids), tokens=ids, model=llama(), recipe=CODED, log2_probs=bits)
+    assert [path.name for path in tmp_path.iterdir()] == ["log.kvc"]
+
+
+def test_a_coded_log_of_another_model_is_no_remark(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    ids = said(llama())
+    save(tmp_path / "log.kvc", prefill(llama(), ids), ids, recipe=CODED)
+    assert kvcellar.find(tmp_path, ids, identity="another").path is None
+    assert not [each for each in recwarn if "passed over" in str(each.message)]
+
+
 def test_a_phrase_is_found_in_a_log(path: Path) -> None:
     ids = prompt(60)
     save(path, prefill(llama(), ids), ids)

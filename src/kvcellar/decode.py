@@ -128,7 +128,7 @@ def decode_blocks(
             tasks += _tasks(pipeline, block, takes)
     replayed = None
     if pipeline.replays and (tasks or in_tail):
-        stop = max(task.block.stop for task in [*tasks, *in_tail])
+        stop = reader.tokens if in_tail else max(task.block.stop for task in tasks)
         replayed = required(replay, reader.token_ids()[:stop], pipeline)
     out = allocate(reader.manifest.geometry, counts)
     workers = min(os.cpu_count() or 1, len(tasks))

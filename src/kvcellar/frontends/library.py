@@ -92,7 +92,8 @@ def save(
         log2_probs: log2 of the model's probability of each stored token given those before it, (T,): finite, at most
             0, NaN where not known, 0 for a first token that is given. A recipe whose bits follow surprisal goes by them
             (`sequential`; without, every token counts as an average one), and they go into the trie file of the folder
-            (docs/language.md); a failure there is a warning, since the archive itself is whole.
+            (docs/language.md), but not those of ids that only the model decodes; a failure there is a warning, since
+            the archive itself is whole.
         progress: told how many layers are reduced, and of how many, by a recipe that reduces; or tokens, by `tokens`.
 
     Raises MissingIdentity, TokensMismatch, InvalidInput (also for a multimodal model without `next_position`),
@@ -110,10 +111,11 @@ def save(
             raise InvalidInput("recipe tokens: neither a reduced cache nor one with next_position can be replayed")
         kv, ids, first_position = take_row(cache, tokens, row, attention_mask, positions)
         asked = reduce_with if model is None else model
-        about = {"first": first_position, "namespace": namespace, "model": asked, "progress": progress}
         told = None if log2_probs is None else told_log2_probs(log2_probs, len(ids))
-        info = _save_log(path, log_of(chosen, who, kv, ids, **about))
-        _remember(path, who, namespace, ids, told)
+        log = log_of(chosen, who, kv, ids, first=first_position, namespace=namespace, model=asked, progress=progress)
+        info = _save_log(path, log)
+        if log.ids is not None:
+            _remember(path, who, namespace, ids, told)
         return info
     reduced = chosen.reduce is not None or is_reduced(cache)
     if reduced:

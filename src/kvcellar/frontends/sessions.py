@@ -252,15 +252,15 @@ class _Logged:
     """Tokens of a token log, as an archive's are looked at. Raises KVCellarError where only the model decodes them."""
 
     def __init__(self, log: TokenLog):
-        self._ids = log.token_ids()
-        self.tokens = len(self._ids)
+        self.log, self.tokens = log, log.tokens
 
     def token_ids(self) -> np.ndarray:
-        return self._ids
+        return self.log.token_ids()
 
     def match(self, prompt: np.ndarray) -> tuple[int, int | None]:
-        matched = common(self._ids, prompt)
-        return matched, int(self._ids[matched]) if matched < min(self.tokens, len(prompt)) else None
+        ids = self.log.token_ids()
+        matched = common(ids, prompt)
+        return matched, int(ids[matched]) if matched < min(self.tokens, len(prompt)) else None
 
 
 def _session(handle: Reader, namespace: str) -> tuple[Identity, ArchiveReader | _Logged]:

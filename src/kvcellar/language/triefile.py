@@ -28,7 +28,7 @@ from ..identity import Identity, frame
 from ..store.base import Reader
 from .cells import checked_log2_probs
 
-MAGIC = b"\x89KVT\r\n\x1a\n"
+MAGIC = b"\x89KVL\r\n\x1a\n"  # not that of token logs, `\x89KVT`
 MAJOR, MINOR = 1, 0
 HEADER_SIZE, FRAME_SIZE = 64, 32
 TAG = b"KVTR"
