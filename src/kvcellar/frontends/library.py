@@ -138,8 +138,7 @@ def save(
         pipeline = ready(chosen, kv.geometry, profile)
         surprisal = None if told is None else -told.astype("float64")
         layers = _replayed(pipeline, replay_with if model is None else model, ids, first_position, next_position)
-        about = {"surprisal": surprisal, "replayed": layers}
-        blocks = encode_blocks(pipeline, manifest, kv, ids, first=0, position=first_position, **about)
+        blocks = encode_blocks(pipeline, manifest, kv, ids, 0, first_position, surprisal=surprisal, replayed=layers)
     store, name = LocalStore.at(path)
     with Replaceable(store, name), store.replacing(name) as pending:
         embedded = profile.pack() if manifest.profile_embedded and profile else None
