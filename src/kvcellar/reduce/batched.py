@@ -3,8 +3,8 @@
 `random` and `matching` with selection "response" are computed here for all of them at once, by the formulas of
 `random.py` and `matching.py`; every other reducer takes them one after another. What differs from one head at a time is
 rounding alone. A head's result does not depend on which others are in the call, so that a prefix scan over all chunks
-and a loop over chunks agree to the bit; a call of one head is made one of two, since products of a single matrix with a
-vector are rounded otherwise.
+and a loop over chunks agree to the bit: products are therefore taken head by head (`products`), since MKL rounds a
+batch of small matrices by how many there are (seen on AMD processors), and a product by where its numbers lie.
 
 Weights (non-negative least squares) take most of the time, each step reading the whole kernel. In `matching` values are
 fitted after the weights and make up for what these leave, so `steps` may be fewer than one head alone takes.
@@ -172,29 +172,23 @@ def _random(reducer: RandomSubset, tokens: Heads, keep: int, generators: Sequenc
 def _matching(
     reducer: Matching, tokens: Heads, keep: int, queries: Tensor, scale: float, rest: Heads | None, steps: int
 ) -> Heads:
-    if tokens.count == 1:
-        twice = [None if x is None else concatenated([x, x], 0) for x in (tokens, rest)]
-        both = _matching(reducer, twice[0] or tokens, keep, queries.repeat(2, 1, 1), scale, twice[1], steps)
-        return both.heads(slice(1))
     everything = tokens if rest is None else concatenated([tokens, rest], 1)
-    logits = torch.baddbmm(
-        everything.log_weights[:, None], queries, everything.keys.float().transpose(1, 2), alpha=scale
-    )
-    shares = logits.softmax(dim=2)
-    read = shares @ everything.values.float()
+    logits = products(queries, everything.keys.float().transpose(1, 2))
+    shares = logits.mul_(scale).add_(everything.log_weights[:, None]).softmax(dim=2)
+    read = products(shares, everything.values.float())
     shares = shares[:, :, : len(tokens)]
     values = tokens.values.float()
-    asked, level = shares @ values, shares.sum(dim=2, keepdim=True)
+    asked, level = products(shares, values), shares.sum(dim=2, keepdim=True)
     spread = (values - values.mean(dim=1, keepdim=True)).square().sum(dim=2).mean(dim=1)
     # E[a²(‖v − o‖² + c²)] = E[a²](‖v‖² + c²) − 2 v·E[a² o] + E[a²‖o‖²]
     squares = shares.square().transpose(1, 2)
-    sums = squares @ torch.cat([read, read.square().sum(dim=2, keepdim=True), torch.ones_like(level)], dim=2)
+    sums = products(squares, torch.cat([read, read.square().sum(dim=2, keepdim=True), torch.ones_like(level)], dim=2))
     constant = values.square().sum(dim=2) + reducer.mass**2 * spread[:, None]
     far = constant * sums[:, :, -1] - 2 * (values * sums[:, :, :-2]).sum(dim=2) + sums[:, :, -2]
     kept = far.topk(keep, dim=1).indices.sort(dim=1).values
     columns = shares.gather(2, kept[:, None].expand(-1, shares.shape[1], -1))
-    kernel = columns.transpose(1, 2) @ columns
-    weights = nonnegative_all(kernel, (columns.transpose(1, 2) @ level)[:, :, 0], steps).clamp(min=LEAST)
+    kernel = products(columns.transpose(1, 2), columns)
+    weights = nonnegative_all(kernel, products(columns.transpose(1, 2), level)[:, :, 0], steps).clamp(min=LEAST)
     columns = columns * weights[:, None]
     goal = asked + read * (columns.sum(dim=2, keepdim=True) - level)
     chosen = tokens.chosen(kept)
@@ -202,11 +196,24 @@ def _matching(
     wide = (kernel * weights[:, None] * weights[:, :, None]).double()
     diagonal = wide.diagonal(dim1=1, dim2=2)
     diagonal += reducer.ridge * diagonal.mean(dim=1, keepdim=True).clamp(min=TINY)
-    left = (columns.transpose(1, 2) @ (goal - columns @ start)).double()
+    left = products(columns.transpose(1, 2), goal - products(columns, start)).double()
     new = start + torch.cholesky_solve(left, torch.linalg.cholesky(wide)).float()
     most = torch.finfo(tokens.values.dtype).max
     new = new.clamp(-most, most).to(tokens.values.dtype)
     return Heads(chosen.keys, new, chosen.positions, chosen.log_weights + weights.log())
+
+
+def apart(matrices: Float32[Tensor, "heads rows columns"]) -> list[Tensor]:
+    """Each head's matrix in memory of its own."""
+    return [matrix.clone() for matrix in matrices]
+
+
+def products(
+    left: Float32[Tensor, "heads rows inner"] | list[Tensor], right: Float32[Tensor, "heads inner columns"]
+) -> Float32[Tensor, "heads rows columns"]:
+    """Of each head its own product, as it is in any company; `left` may lie apart already."""
+    left = left if isinstance(left, list) else apart(left)
+    return torch.stack([a @ b for a, b in zip(left, apart(right), strict=True)])
 
 
 def nonnegative_all(
@@ -216,15 +223,15 @@ def nonnegative_all(
     size = kernels.diagonal(dim1=1, dim2=2).clamp(min=TINY).sqrt()
     scaled, target = kernels / size[:, None] / size[:, :, None], (goals / size)[:, :, None]
     bound = scaled.abs().sum(dim=2).amax(dim=1)
-    x = torch.ones_like(target)
+    x, each = torch.ones_like(target), apart(scaled)
     for _ in range(20):
-        x = scaled @ (x / x.norm(dim=1, keepdim=True))
+        x = products(each, x / x.norm(dim=1, keepdim=True))
     bound = torch.minimum(bound, 1.1 * x.norm(dim=1)[:, 0])[:, None, None]
-    scaled, target = scaled / bound, target / bound
+    each, target = apart(scaled / bound), target / bound
     u = y = size[:, :, None]
     speed = torch.ones_like(bound)
     for _ in range(steps):
-        new = torch.baddbmm(target + y, scaled, y, alpha=-1).clamp_(min=0)
+        new = (target + y - products(each, y)).clamp_(min=0)
         faster = (1 + (1 + 4 * speed * speed).sqrt()) / 2
         moved = new - u
         restart = ((y - new) * moved).sum(dim=1, keepdim=True) > 0
