@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import models
@@ -293,6 +295,33 @@ def test_marked_fine_tokens_are_coded_more_finely() -> None:
     assert float(back[1, 1]) == pytest.approx(0.004, abs=0.01 / 16)
 
 
+@given(step=st.floats(1e-3, 10), largest=st.floats(1e-3, 10), seed=st.integers(0, 99))
+def test_to_round_twice_is_to_round_once_where_grids_are_nested(step: float, largest: float, seed: int) -> None:
+    coder = quantizer(step=step, fine_step=largest, nested=True, keep=0.0)
+    fine = coder.steps[Grade.FINE]
+    ratio = step / fine
+    assert ratio == pytest.approx(round(ratio))
+    assert round(ratio) % 2 == 1
+    assert fine <= largest * (1 + 1e-9) or (ratio == 1 and step <= largest * (1 + 1e-9))
+    assert ratio < 3 or step / (ratio - 2) > largest * (1 - 1e-9), "a coarser one would do"
+    x = torch.randn(300, 4, generator=torch.Generator().manual_seed(seed)) * 2 * step
+    x[:, 0] = 0
+    again = coder.dequantize(coder.quantize(x, range(1), Grade.FINE), range(1), Grade.FINE)
+    once, twice = (coder.quantize(each, range(1), Grade.COARSE)[1] for each in (x, again))
+    clear = ((x[:, 1:] / step).abs() % 1 - 0.5).abs().numpy() > 1e-3
+    assert (once == twice)[clear].all()
+    assert clear.mean() > 0.9
+
+
+def test_grids_that_are_not_nested_move_what_they_round_twice() -> None:
+    """What `nested` is for: at 1.92 fine steps to a coarse one nearly all that is not 0 in the fine grid becomes 1."""
+    x = torch.full((1, 4), 0.3)
+    for nested, expected in ((False, 1), (True, 0)):
+        coder = quantizer(step=1.0, fine_step=1 / 1.92, nested=nested, keep=0.0)
+        fine = coder.dequantize(coder.quantize(x, range(1), Grade.FINE), range(1), Grade.FINE)
+        assert coder.quantize(fine, range(1), Grade.COARSE)[1][0, 1] == expected
+
+
 # All together
 
 
@@ -421,6 +450,8 @@ def test_stages_refuse_settings_and_profiles_that_do_not_fit() -> None:
     for wrong in ({"step": 0.0}, {"step": float("nan")}, {"zone": 0.4}, {"whole": -1}):
         with pytest.raises(InvalidRecipe, match=next(iter(wrong))):
             DeadZone(**{"step": 1.0, "fine_step": 1.0, **wrong})
+    with pytest.raises(InvalidRecipe, match="nested"):
+        stages.build("quantize", {"id": "deadzone/1", "step": 1.0, "fine_step": 1.0, "nested": 1})
     for stage in (LinearPredictor(), WeightedKLT(), DeadZone(step=1.0, fine_step=0.1)):
         with pytest.raises(ProfileMissing):
             stage.bind(calibration().geometry, None)

@@ -166,11 +166,11 @@ CELLAR = tuple(
         name=name,
         predict={"id": "linear/1", "layers_per_group": 10, "rank": 512, "embedding": 112, "reach": 1},
         transform={"id": "klt/1", "layers_per_group": 10, "coefficients": 1216},
-        quantize={"id": "deadzone/1", "step": step, "fine_step": 0.002, "keep": 0.0005},
+        quantize={"id": "deadzone/1", "step": step, "fine_step": 0.0018, "nested": True, "keep": 0.0005},
         symbols={"id": "adaptive/1"},
         window=Window(4, 32),
     )
-    for name, step in (("cellar", 0.0117), ("cellar-fine", 0.00384), ("cellar-small", 0.0298))
+    for name, step in (("cellar", 0.0117), ("cellar-fine", 0.0039), ("cellar-small", 0.0298))
 )
 # Bit-exact too, and far smaller, where there is a profile and time: every number is foreseen (docs/exact-small.md).
 EXACT_SMALL = Recipe(name="exact-small", symbols={"id": "causal/1"}, block=512)

@@ -9,11 +9,17 @@ coefficients comes in columns behind them and is coded of fine tokens alone, wit
 whose first whole number is `mark` or more are coded `sink_gain` times as finely: what is left of the attention sink
 costs a hundred times as much as of all the other fine tokens together (benchmarks/LOG.md).
 
-Source: uniform threshold quantization with a dead zone (Sullivan 1996). Tried on: CPU.
+Coarse symbols are made from what fine ones restore, so each number is rounded twice. With `nested`, the fine step is Δ
+over the least odd number that makes it no larger than `fine_step`: every cell of the coarse grid then consists of whole
+cells of the fine one, and to round twice is to round once. At 1.92 fine steps to a coarse one, all numbers beyond 0.26 Δ
+became ±1, and a file took a third more bytes at equal divergence (benchmarks/LOG.md).
+
+Source: uniform threshold quantization with a dead zone (Sullivan 1996); nested grids are ours. Tried on: CPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,6 +53,7 @@ class DeadZone(Quantizer):
         keep: float = 0.002,
         whole: int = 1,
         mark: int = 13,
+        nested: bool = False,
     ):
         for name, number, least, most in (
             ("step", step, 1e-9, 1e9),
@@ -63,7 +70,10 @@ class DeadZone(Quantizer):
             raise InvalidRecipe(f"whole {whole!r}; expected a whole number from 0 to 16")
         if type(mark) is not int or abs(mark) > MOST:
             raise InvalidRecipe(f"mark {mark!r}; expected a whole number from {-MOST} to {MOST}")
-        self.steps = {Grade.COARSE: float(step), Grade.FINE: float(fine_step)}
+        if type(nested) is not bool:
+            raise InvalidRecipe(f"nested {nested!r}; expected true or false")
+        fine = nested_step(step, fine_step) if nested else fine_step
+        self.steps = {Grade.COARSE: float(step), Grade.FINE: float(fine)}
         self.rest_step, self.sink_gain = float(rest_step), float(sink_gain)
         self.zone, self.shift = float(zone), float(shift)
         self.keep, self.whole, self.mark = float(keep), whole, mark
@@ -148,6 +158,11 @@ class DeadZone(Quantizer):
         if (layers.start, grade) not in self.kept:
             raise ProfileMismatch(f"the profile has no transform.variance.{layers.start}")
         return self.kept[layers.start, grade]
+
+
+def nested_step(step: float, largest: float) -> float:
+    """`step` over the least odd number that makes it no larger than `largest`."""
+    return step / (2 * math.ceil((step / largest - 1) / 2) + 1) if step > largest else step
 
 
 def _rounded(x: np.ndarray, step: float, zone: float, dtype: type[np.signedinteger]) -> np.ndarray:
