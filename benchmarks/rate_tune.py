@@ -29,9 +29,10 @@ from kvcellar.frontends.cli.common import progress
 from kvcellar.frontends.cli.demo_model import demo_model
 from kvcellar.frontends.cli.models import MeasuredModel, empty_cache, held_in
 from kvcellar.frontends.transformers import take_cache
-from kvcellar.pipeline import Pipeline, Tokens
+from kvcellar.pipeline import Pipeline
 from kvcellar.recipe import Recipe, Window
 from kvcellar.stages import Grade
+from kvcellar.tokens import Tokens
 
 PREFIX, SCORED, SINKS, RECENT = 1024, 384, 4, 32
 CLAMP = 60
