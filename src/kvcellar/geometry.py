@@ -26,15 +26,14 @@ _WINDOW = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class DType:
-    """A floating point format as the file knows it: its code, bytes per number and mantissa bits."""
+    """A floating point format as the file knows it: its code and bytes per number."""
 
     name: str
     code: int
     size: int
-    mantissa_bits: int
 
 
-DTYPES = {d.name: d for d in (DType("float32", 1, 4, 23), DType("float16", 2, 2, 10), DType("bfloat16", 3, 2, 7))}
+DTYPES = {d.name: d for d in (DType("float32", 1, 4), DType("float16", 2, 2), DType("bfloat16", 3, 2))}
 _DTYPES_BY_CODE = {d.code: d for d in DTYPES.values()}
 
 
