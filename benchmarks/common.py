@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 import json
@@ -10,15 +11,25 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcellar.evaluate.machine import machine as machine
 from kvcellar.frontends.bench.speed import give_memory_back as give_memory_back
 from kvcellar.frontends.bench.speed import timed as timed
+from kvcellar.profile import home
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 NOISY = 0.08
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The option that says which model is read, by default the demo's."""
+    default = home() / "models" / "smollm2-135m-instruct"
+    parser.add_argument("--model", type=Path, default=default, metavar="DIR")
 
 
 class Turns(NamedTuple):
@@ -114,3 +125,15 @@ def write_result(name: str, result: Mapping[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(rounded(result), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
+
+
+def claims_table(result: Mapping[str, Any]) -> Table:
+    """What `result["claims"]` says must hold, whether it does, and the figures."""
+    from rich.table import Table
+
+    table = Table(title="Must hold", title_justify="left")
+    for column in ("", "holds", "figures"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in result["claims"]:
+        table.add_row(row["claim"], "yes" if row["holds"] else "no", row["figures"])
+    return table

@@ -22,9 +22,10 @@ from kvcellar.frontends.cli.bench_setup import CALIBRATION
 from kvcellar.frontends.cli.common import progress
 from kvcellar.frontends.cli.demo_model import demo_model
 from kvcellar.frontends.cli.models import MeasuredModel
-from kvcellar.pipeline import Pipeline, Tokens
+from kvcellar.pipeline import Pipeline
 from kvcellar.recipe import CELLAR
 from kvcellar.stages import Grade
+from kvcellar.tokens import Tokens
 
 
 def main() -> None:

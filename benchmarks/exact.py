@@ -29,10 +29,9 @@ from torch import Tensor
 
 import kvcellar
 import peers
-from common import Turns, give_memory_back, interleaved, machine, rounded, summary, write_result
+from common import Turns, add_model, give_memory_back, interleaved, machine, rounded, summary, write_result
 from exactreport import claims, show
 from fresh import IDENTITY, medians, run_fresh
-from kvcellar.profile import home
 from kvcellar.recipe import EXACT
 from kvcellar.store.local import LocalReader
 from realcache import Pairs, measured_prefill, raw_bytes, restore, tensors, topics_ids
@@ -99,7 +98,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=home() / "models" / "smollm2-135m-instruct", metavar="DIR")
+    add_model(parser)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, for a look")
     wait = "on a shared machine, wait at most so long in each of six parts for other programs to pause"

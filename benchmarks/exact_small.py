@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 import kvcellar
-from common import HERE, RESULTS, machine, rounded, write_result
+from common import HERE, RESULTS, add_model, machine, rounded, write_result
 from kvcellar.calibrate import find_fitted
 from kvcellar.evaluate.texts import load_sources
 from kvcellar.frontends.cli.models import LocalModel, empty_cache
@@ -72,7 +72,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=home() / "models" / "smollm2-135m-instruct", metavar="DIR")
+    add_model(parser)
     parser.add_argument("--data", type=Path, default=Path("data"), metavar="DIR", help="folder of the text files")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="a profile's file in place of the newest")
     parser.add_argument("--dtypes", default="bfloat16")

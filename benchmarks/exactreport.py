@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from common import claims_table
+
 RESTORE_AGAINST_BLOSC2 = 0.7
 RESTORE_AGAINST_PREFILL = 10
 WIDTH = 160
@@ -67,7 +69,7 @@ def show(result: dict[str, Any]) -> None:
         f"commit {where['commit']}, {where['date']}; load {where['load'][0]:.1f} → {where['load'][1]:.1f}; "
         f"{result['noisy_rounds']} noisy rounds of restore"
     )
-    for table in (_speed(result), _sizes(result), _other(result), _claims(result)):
+    for table in (_speed(result), _sizes(result), _other(result), claims_table(result)):
         console.print(table)
 
 
@@ -117,13 +119,6 @@ def _other(result: dict[str, Any]) -> Table:
     first = result["first_restore"]
     beside = f"transformers {first['import_transformers_s'] * 1e3:,.0f} ms"
     table.add_row("first use of save or open: imports", f"{first['import_kvcellar_s'] * 1e3:,.0f} ms", beside)
-    return table
-
-
-def _claims(result: dict[str, Any]) -> Table:
-    table = _table("Must hold", "", "", "figures")
-    for row in result["claims"]:
-        table.add_row(row["claim"], "holds" if row["holds"] else "does not hold", row["figures"])
     return table
 
 

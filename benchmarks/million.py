@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 import kvcellar
-from common import give_memory_back, machine, rounded, summary, timed, write_result
+from common import add_model, give_memory_back, machine, rounded, summary, timed, write_result
 from kvcellar.archive.writer import BLOCKS_PER_COMMIT_WALKED, INDEX_EVERY
-from kvcellar.profile import home
 from kvcellar.recipe import Recipe
 from millionreport import claims, show
 from realcache import Pairs, load, prefill, topics_ids
@@ -249,7 +248,7 @@ def _resident() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=home() / "models" / "smollm2-135m-instruct", metavar="DIR")
+    add_model(parser)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     options = parser.parse_args()
     if not (options.model / "config.json").is_file():

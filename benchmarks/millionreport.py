@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from common import claims_table
+
 OPEN_S, READ_S = 0.05, 0.002
 FLAT = 1.5
 GROWTH = 32 << 20
@@ -97,9 +99,4 @@ def show(result: dict[str, Any]) -> None:
     ):
         table.add_row(name, figure, beside)
     console.print(table)
-    table = Table(title="Must hold", title_justify="left")
-    for name in ("", "holds", "figures"):
-        table.add_column(name, justify="left" if not name else "right")
-    for row in result["claims"]:
-        table.add_row(row["claim"], "yes" if row["holds"] else "no", row["figures"])
-    console.print(table)
+    console.print(claims_table(result))

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import machine, rounded, write_result
+from common import add_model, machine, rounded, write_result
 from kvcellar.errors import KVCellarError
 from kvcellar.evaluate.scores import WindowScore
 from kvcellar.evaluate.texts import Window, standard_library, texts_from_files, windows
@@ -35,7 +35,6 @@ from kvcellar.frontends.bench.rows import Result, rows_of
 from kvcellar.frontends.bench.run import peer_folder
 from kvcellar.frontends.cli.models import MeasuredModel
 from kvcellar.frontends.library import open as open_archive
-from kvcellar.profile import home
 
 PREFIX, SCORED, WINDOWS = 1024, 512, 6
 TOLERANCE = 1.5
@@ -169,7 +168,7 @@ def compared(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=home() / "models" / "smollm2-135m-instruct", metavar="DIR")
+    add_model(parser)
     parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="one window each, where long enough")
     parser.add_argument("--windows", type=int, default=WINDOWS, metavar="N")
     parser.add_argument("--peers", metavar="NAME,…", help="these alone")

@@ -24,63 +24,39 @@ from torch import Tensor
 from kvcellar.cache import LayerKV
 from kvcellar.calibrate import Calibration, find_fitted, fit_profile
 from kvcellar.evaluate.divergence import kl_divergence
+from kvcellar.frontends.bench.ratebits import Static
 from kvcellar.frontends.calibration import calibration_documents, collect, cut
 from kvcellar.frontends.cli.common import progress
 from kvcellar.frontends.cli.demo_model import demo_model
 from kvcellar.frontends.cli.models import MeasuredModel, empty_cache, held_in
 from kvcellar.frontends.transformers import take_cache
-from kvcellar.pipeline import Pipeline, Tokens
+from kvcellar.pipeline import Pipeline
 from kvcellar.recipe import Recipe, Window
 from kvcellar.stages import Grade
+from kvcellar.tokens import Tokens
 
 PREFIX, SCORED, SINKS, RECENT = 1024, 384, 4, 32
-CLAMP = 60
 CLASSES = (0, 2, 4, 6)
-SYMBOLS = np.arange(-CLAMP, CLAMP + 1)
 
 
 class Tables:
-    """Code lengths per coefficient and class of the token's exponent, from calibration symbols.
-
-    Counts are topped up by a geometric law of the same mean, worth eight tokens.
-    """
+    """Code lengths per coefficient and class of the token's exponent, from calibration symbols."""
 
     def __init__(self, exponents: np.ndarray, symbols: np.ndarray):
-        self.bits = [_lengths(symbols[_class(exponents) == k]) for k in range(len(CLASSES) + 1)]
-        self.exponents = _lengths(exponents)
+        self.symbols = [Static(symbols[_class(exponents) == k]) for k in range(len(CLASSES) + 1)]
+        self.exponents = Static(exponents)
 
     def cost(self, exponents: np.ndarray, symbols: np.ndarray) -> float:
         """Bits of all tokens (T, 1), (T, C)."""
-        total = _cost(self.exponents, exponents)
         of = _class(exponents)
-        return total + sum(_cost(bits, symbols[of == k]) for k, bits in enumerate(self.bits))
+        return self.exponents.bits(exponents) + sum(
+            table.bits(symbols[of == k]) for k, table in enumerate(self.symbols)
+        )
 
 
 def _class(exponents: np.ndarray) -> np.ndarray:
     found: np.ndarray = np.digitize(exponents[:, 0], CLASSES)
     return found
-
-
-def _lengths(symbols: np.ndarray) -> np.ndarray:
-    """Bits (C, 121) of −60…60 in each column."""
-    columns = symbols.shape[1]
-    flat = np.clip(symbols, -CLAMP, CLAMP).astype(np.int64) + CLAMP + np.arange(columns) * len(SYMBOLS)
-    counts = np.bincount(flat.reshape(-1), minlength=columns * len(SYMBOLS)).reshape(columns, -1).astype(float)
-    total = counts.sum(axis=1, keepdims=True)
-    mean = (counts @ np.abs(SYMBOLS) + 0.02) / (total[:, 0] + 2)
-    decay = (mean / (1 + np.sqrt(1 + mean**2)))[:, None] ** np.abs(SYMBOLS)
-    lengths: np.ndarray = -np.log2(
-        np.maximum((counts + 8 * decay / decay.sum(axis=1, keepdims=True)) / (total + 8), 1e-30)
-    )
-    return lengths
-
-
-def _cost(bits: np.ndarray, symbols: np.ndarray) -> float:
-    """What is beyond −60…60 costs an Elias gamma code more."""
-    inside = np.clip(symbols, -CLAMP, CLAMP).astype(np.int64) + CLAMP
-    beyond = np.maximum(np.abs(symbols.astype(np.int64)) - CLAMP, 0)
-    more = np.where(beyond > 0, 2 * np.floor(np.log2(np.maximum(beyond, 1))) + 1, 0)
-    return float(bits[np.arange(symbols.shape[1]), inside].sum() + more.sum())
 
 
 def recipe(step: float, fine_step: float, zone: float, keep: float) -> Recipe:

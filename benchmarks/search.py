@@ -25,8 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from common import machine, rounded, write_result
-from kvcellar.profile import home
+from common import add_model, claims_table, machine, rounded, write_result
 from kvcellar.search import suffix
 from kvcellar.search.index import SuffixIndex
 from kvcellar.search.space import CodeSpace
@@ -72,7 +71,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=home() / "models" / "smollm2-135m-instruct", metavar="DIR")
+    add_model(parser)
     parser.add_argument("--quick", action="store_true", help="fewer queries, for a look")
     options = parser.parse_args()
     options.queries = 10 if options.quick else 30
@@ -254,12 +253,7 @@ def show(result: dict[str, Any]) -> None:
                 for name, s in zip(names, each["by_points"], strict=True)
             )
         )
-    table = Table(title="Must hold", title_justify="left")
-    for column in ("", "holds", "figures"):
-        table.add_column(column, justify="left" if not column else "right")
-    for row in result["claims"]:
-        table.add_row(row["claim"], "yes" if row["holds"] else "no", row["figures"])
-    console.print(table)
+    console.print(claims_table(result))
 
 
 if __name__ == "__main__":

@@ -34,10 +34,11 @@ from kvcellar.frontends.bench.run import source_digest
 from kvcellar.frontends.cli.demo_model import demo_model
 from kvcellar.frontends.cli.models import MeasuredModel, cache_geometry
 from kvcellar.frontends.expected import candidate_caches
-from kvcellar.pipeline import Pipeline, Tokens
+from kvcellar.pipeline import Pipeline
 from kvcellar.profile import Profile, home
 from kvcellar.recipe import CELLAR
 from kvcellar.stages import Context, Grade
+from kvcellar.tokens import Tokens
 from kvcellar.transform.basis import times
 from sequencebits import cases, compared, conditioned, energies, measured, premise
 

@@ -27,11 +27,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from common import RESULTS, give_memory_back, interleaved, machine, summary, write_result
+from common import RESULTS, add_model, give_memory_back, interleaved, machine, summary, write_result
 from kvcellar.evaluate.divergence import kl_divergence
 from kvcellar.frontends.tree import prefill_tree, tree_attention
 from kvcellar.frontends.treeplan import METHOD, plan_for
-from kvcellar.profile import home
 from realcache import load, topics_text
 
 EVERY = 16
@@ -168,7 +167,7 @@ def text_ids(folder: Path, text: str, tokens: int) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=home() / "models" / "smollm2-135m-instruct", metavar="DIR")
+    add_model(parser)
     parser.add_argument("--text", type=Path, help="default: Python's own reference texts")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--dtype", default="bfloat16")

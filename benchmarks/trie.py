@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from common import RESULTS, interleaved, machine, summary, write_result
+from common import RESULTS, add_model, interleaved, machine, summary, write_result
 from kvcellar.language.trie import LanguageTrie
 from kvcellar.language.triefile import Entry, Stamp, trie_key
 from kvcellar.profile import home
@@ -59,7 +59,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=home() / "models" / "smollm2-135m-instruct", metavar="DIR")
+    add_model(parser)
     parser.add_argument("--parts", default=",".join(PARTS), help="which to measure; others keep their last figures")
     parser.add_argument("--sessions", type=int, default=100_000)
     options = parser.parse_args()

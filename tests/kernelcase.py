@@ -18,10 +18,11 @@ import torch
 
 import kvcellar
 from kvcellar.cache import LayerKV
-from kvcellar.pipeline import Arrays, Pipeline, Tokens
+from kvcellar.pipeline import Arrays, Pipeline
 from kvcellar.profile import Profile
 from kvcellar.recipe import Recipe
 from kvcellar.stages import Grade
+from kvcellar.tokens import Tokens
 
 NAMES = ("cellar", "fractal", "turbo-4", "sequential")
 Coded = dict[Grade, tuple[list[Arrays], dict[int, LayerKV]]]

@@ -32,7 +32,7 @@ from kvcellar.errors import (
 from kvcellar.frontends.fingerprint import identity_of_model
 from kvcellar.frontends.transformers import take_cache
 from kvcellar.geometry import Geometry, LayerGeometry, SideGeometry
-from kvcellar.pipeline import Pipeline, Tokens
+from kvcellar.pipeline import Pipeline
 from kvcellar.profile import Profile
 from kvcellar.quantize.bits import bits
 from kvcellar.recipe import EXACT, EXACT_SMALL, Recipe
@@ -42,6 +42,7 @@ from kvcellar.symbols.causal import Walk
 from kvcellar.symbols.causalnumbers import logarithms, powers, shape, sines
 from kvcellar.symbols.causalstate import angles, order_of
 from kvcellar.testing.stages import HEADS, LAYERS, WIDTH, RecipeConformance
+from kvcellar.tokens import Tokens
 
 WINDOW = 96
 RECIPE = Recipe(name="exact-small", symbols={"id": "causal/1", "seen": 2, "embedding": 16, "before": 8}, block=48)
@@ -325,7 +326,8 @@ import numpy as np, torch
 import kvcellar
 from causalcase import SETTINGS, profile_for
 from kvcellar.cache import KVCache, LayerKV
-from kvcellar.pipeline import Pipeline, Tokens
+from kvcellar.pipeline import Pipeline
+from kvcellar.tokens import Tokens
 from kvcellar.recipe import Recipe
 rng = np.random.default_rng(5)
 digest = hashlib.sha256()

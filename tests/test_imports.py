@@ -15,8 +15,21 @@ import kvcellar
 
 SOURCE = Path(kvcellar.__file__).parent
 STAGE_FOLDERS = ("reduce", "predict", "transform", "quantize", "symbols")
-CONTRACTS = {"cache", "calibrate", "stages", "recipe", "errors", "geometry", "profile", "rope", "rounding", "metric"}
-CONTRACTS |= {"residual", "placing", "replayed", "causalfit"}
+CONTRACTS = {"cache", "stages", "context", "plugins", "recipe", "errors", "geometry", "identity", "profile", "replayed"}
+CONTRACTS |= {"residual", "rope", "rounding", "metric", "placing", "placingkernels"}
+FITTING = {"calibrate", "causalfit"}
+"""What makes profiles: it runs stages, so stages know it for its types, or load it when they fit."""
+MAY_IMPORT = {
+    "store": {"errors", "identity"},
+    "archive": {"errors", "geometry", "identity", "recipe", "store.base"},
+    "search": {"errors", "symbols.maps"},
+    "language": {
+        *("cache", "errors", "geometry", "identity", "recipe", "store.base", "archive.format", "archive.manifest"),
+        *("symbols.adaptivekernels", "symbols.adaptivetables"),  # the arithmetic coder, for token ids
+    },
+    "evaluate": {"errors"},
+}
+"""What the folders beside the stages may import, to the module."""
 
 
 def imported(code: str, module: str, *, package: bool = False) -> set[str]:
@@ -89,23 +102,45 @@ def test_all_modules_are_looked_at() -> None:
     assert "kvcellar.store.base" in modules()["kvcellar.archive.reader"]
 
 
+def _ours(package: str) -> set[tuple[str, str]]:
+    """(module, module of kvcellar) for what `package` imports of kvcellar outside itself."""
+    found = set()
+    for module, name in _edges(f"kvcellar.{package}"):
+        known = max((m for m in modules() if _within(name, m)), key=len, default="kvcellar")
+        if known != "kvcellar" and not _within(known, f"kvcellar.{package}"):
+            found.add((module, known.removeprefix("kvcellar.")))
+    return found
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_a_folder_imports_what_it_may_and_may_import_what_it_does(folder: str) -> None:
+    imports = _ours(folder)
+    assert {name for _, name in imports} == MAY_IMPORT[folder], sorted(imports)
+
+
+def test_the_contracts_import_each_other() -> None:
+    """But `Profile.save`, which writes by a store, and what stages are told when they fit, a type."""
+    found = {(m.removeprefix("kvcellar."), name) for c in CONTRACTS for m, name in _ours(c) if name not in CONTRACTS}
+    assert found == {
+        ("profile", "store.local"),
+        *((name, "calibrate") for name in ("stages", "rope", "metric")),
+    }
+
+
+def test_only_what_compares_caches_and_names_a_runtime_brings_torch_to_the_language() -> None:
+    heavy = {module for module, name in _edges("kvcellar.language") if _within(name, "torch", "transformers")}
+    assert heavy == {"kvcellar.language.checks", "kvcellar.language.runtime"}
+
+
 def test_a_stage_folder_imports_the_contracts_and_itself() -> None:
     looked_at = set()
     for folder in STAGE_FOLDERS:
-        allowed = [f"kvcellar.{name}" for name in CONTRACTS] + [f"kvcellar.{folder}"]
+        allowed = [f"kvcellar.{name}" for name in CONTRACTS | FITTING] + [f"kvcellar.{folder}"]
         for module, name in _edges(f"kvcellar.{folder}"):
             looked_at.add(folder)
             if name.partition(".")[0] == "kvcellar" and name != "kvcellar":
                 assert _within(name, *allowed), f"{module} imports {name}"
     assert {"quantize", "symbols"} <= looked_at
-
-
-def test_the_archive_knows_only_the_base_class_of_stores() -> None:
-    stores = {name for _, name in _edges("kvcellar.archive") if _within(name, "kvcellar.store")}
-    assert "kvcellar.store.base" in stores
-    for module, name in _edges("kvcellar.archive"):
-        if _within(name, "kvcellar.store"):
-            assert _within(name, "kvcellar.store.base"), f"{module} imports {name}"
 
 
 def test_the_archive_knows_no_stage() -> None:
@@ -131,11 +166,21 @@ def test_the_package_imports_front_ends_only_for_the_type_checker() -> None:
     assert not any(_within(name, "kvcellar.frontends", "kvcellar.cache", "kvcellar.profile") for name in names)
 
 
-@pytest.mark.parametrize("folder", ["symbols", "archive", "store"])
+NO_TORCH = ("symbols", "archive", "store", "search")
+
+
+@pytest.mark.parametrize("folder", NO_TORCH)
 def test_no_torch_below_the_quantizers(folder: str) -> None:
     assert [module for module, _ in _edges(f"kvcellar.{folder}")]
     for module, name in _edges(f"kvcellar.{folder}"):
         assert not _within(name, "torch", "transformers"), f"{module} imports {name}"
+
+
+def test_no_torch_below_the_quantizers_by_way_of_another_module() -> None:
+    names = [module for module in modules() if _within(module, *(f"kvcellar.{folder}" for folder in NO_TORCH))]
+    assert len(names) > 20
+    load = f"import importlib, sys\nfor name in {names!r}:\n    importlib.import_module(name)\n"
+    assert _run(load + "print(sorted({'torch', 'transformers'} & set(sys.modules)))") == "[]\n"
 
 
 @pytest.mark.parametrize("package", ["pickle", "torch.serialization", "marshal", "shelve", "dill"])

@@ -15,9 +15,10 @@ import kvcellar
 from kvcellar import stages
 from kvcellar.cache import KVCache, LayerKV, allocate
 from kvcellar.errors import InvalidRecipe
-from kvcellar.pipeline import Pipeline, Tokens
+from kvcellar.pipeline import Pipeline
 from kvcellar.recipe import Window
 from kvcellar.stages import Context
+from kvcellar.tokens import Tokens
 from models import bits, same_bits
 from toystages import PREDICT, QUANTIZE, STEP, TRANSFORM, Coarse, FromShallower, exact, lossy
 
@@ -35,7 +36,7 @@ def restored_by(monkeypatch: pytest.MonkeyPatch) -> list[list[list[Tensor]]]:
             super().__init__(*known)
             runs.append(self.restored)
 
-    monkeypatch.setattr("kvcellar.pipeline.Context", Recorded)
+    monkeypatch.setattr("kvcellar.tokens.Context", Recorded)
     return runs
 
 

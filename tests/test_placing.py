@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcellar.placing import HALF, INTERLEAVED, Angles, place
+from kvcellar.geometry import HALF, INTERLEAVED
+from kvcellar.placing import Angles, place
 from kvcellar.quantize.coefficients import unflatten
 from kvcellar.rope import Turn, turned
 

@@ -16,7 +16,7 @@ import pytest
 import kvcellar
 from archives import contents_at, contents_of, same
 from clitools import run
-from kvcellar import stages
+from kvcellar import plugins, stages
 from kvcellar.errors import InvalidRecipe
 
 PAGE = (Path(__file__).parent.parent / "docs" / "adding-a-stage.md").read_text()
@@ -118,7 +118,7 @@ def test_a_file_needs_the_package_to_restore_but_not_to_be_looked_at(
     assert "mine" in sys.modules
     (folder / "pkg-1.0.dist-info" / "entry_points.txt").unlink()
     stages._loaded.clear()
-    stages._offered.cache_clear()
+    plugins._offered.cache_clear()
     with kvcellar.open(path, identity="m") as archive, pytest.raises(InvalidRecipe, match=r"unknown.*mine/1"):
         archive.read(0, 0, 1)
 
@@ -182,7 +182,7 @@ def test_a_stage_of_another_kind_is_not_found(install: Install) -> None:
 def test_installed_packages_are_looked_through_once(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install({"symbols:mine/1": "mine:Mine"})
     first = stages.build("symbols", {"id": "mine/1"})
-    monkeypatch.setattr(stages, "installed", None)
+    monkeypatch.setattr(plugins, "installed", None)
     assert type(stages.build("symbols", {"id": "mine/1"})) is type(first)
 
 

@@ -21,7 +21,7 @@ from kvcellar.errors import DamagedArchive, InvalidInput, InvalidRecipe, Profile
 from kvcellar.frontends.fingerprint import identity_of_model
 from kvcellar.frontends.transformers import take_cache
 from kvcellar.metric import loss_metric, root
-from kvcellar.pipeline import Pipeline, Tokens
+from kvcellar.pipeline import Pipeline
 from kvcellar.predict.linear import LinearPredictor, _shifted
 from kvcellar.profile import Profile
 from kvcellar.quantize.deadzone import DeadZone
@@ -30,6 +30,7 @@ from kvcellar.rope import Rope
 from kvcellar.rounding import from_nibbles, in_nibbles
 from kvcellar.stages import Context, Grade, SymbolCoder
 from kvcellar.testing.stages import RecipeConformance
+from kvcellar.tokens import Tokens
 from kvcellar.transform import klt as klt_module
 from kvcellar.transform.basis import balanced, leading
 from kvcellar.transform.klt import MARK, WeightedKLT

@@ -30,12 +30,13 @@ from kvcellar.frontends.fingerprint import identity_of_model
 from kvcellar.frontends.recompress import recompress
 from kvcellar.frontends.replayer import CHUNK, Replayer
 from kvcellar.frontends.transformers import take_cache
-from kvcellar.pipeline import Pipeline, Tokens
+from kvcellar.pipeline import Pipeline
 from kvcellar.profile import Profile
 from kvcellar.recipe import CELLAR, Recipe, Window, find_recipe, replaying
 from kvcellar.replayed import Replayed
 from kvcellar.stages import Grade
 from kvcellar.store.local import LocalStore
+from kvcellar.tokens import Tokens
 
 LAYERS, WINDOW, TOKENS = 5, 96, 75
 STEP = 0.4

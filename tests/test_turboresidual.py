@@ -17,12 +17,13 @@ from kvcellar.calibrate import fingerprint_of_fit, fit_profile
 from kvcellar.errors import DamagedArchive, InvalidInput, InvalidRecipe
 from kvcellar.frontends.bench.sizes import coarse_bytes
 from kvcellar.frontends.transformers import take_cache
-from kvcellar.pipeline import Pipeline, Tokens
+from kvcellar.pipeline import Pipeline
 from kvcellar.profile import Profile
 from kvcellar.quantize.lloydmax import boundaries, levels
 from kvcellar.quantize.turboresidual import ENERGIES, GAUSSIAN, LEFT, MAX_BITS, TurboResidual
 from kvcellar.recipe import CELLAR, SEQUENTIAL, Recipe, Window
 from kvcellar.stages import Grade
+from kvcellar.tokens import Tokens
 from test_rate_stages import calibration, recipe, unseen
 
 TOKENS = 75

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from baselines import allocation, calibration, klt, kvtc, rotary
 from baselines.rotary import Pairs, frequencies, layers, matrices
 from baselines.text import windows
-from common import RESULTS, machine, rounded, write_result
+from common import RESULTS, add_model, machine, rounded, write_result
 from kvcellar.profile import home
 
 PREFIX, SCORED, WINDOWS, STRIDE = 1024, 384, 8, 2000
@@ -143,7 +143,7 @@ def _write(options: argparse.Namespace, result: dict[str, Any]) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=home() / "models" / "smollm2-135m-instruct", metavar="DIR")
+    add_model(parser)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), metavar="DIR")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep what calibration read here, or use it if there")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

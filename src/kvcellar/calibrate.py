@@ -24,11 +24,12 @@ from .cache import KVCache
 from .errors import InvalidInput, ProfileMismatch
 from .geometry import Geometry
 from .identity import Identity
-from .pipeline import Pipeline, Tokens
+from .pipeline import Pipeline
 from .profile import Profile, all_profiles, load_profile
 from .recipe import PRESETS, Recipe, canonical_json
 from .replayed import Replay, Replayed
 from .stages import Grade, Predictor, Stage, build
+from .tokens import Tokens
 
 ARITHMETIC = "float32/1"
 FITTING_STAGES = ("predict", "transform", "quantize", "symbols")

@@ -14,9 +14,10 @@ import numpy as np
 from .archive.reader import ArchiveReader, Block
 from .cache import LayerKV, allocate
 from .errors import DamagedArchive
-from .pipeline import Pipeline, Tokens
-from .replayed import Replay, Replayed, required
+from .pipeline import Pipeline
+from .replayed import Replay, Replayed
 from .stages import LOOKBACK, Grade
+from .tokens import Tokens
 from .window import FineWindow, Symbols, restore_graded
 
 CHUNK_BYTES = 3 << 19
@@ -129,7 +130,7 @@ def decode_blocks(
     replayed = None
     if pipeline.replays and (tasks or in_tail):
         stop = reader.tokens if in_tail else max(task.block.stop for task in tasks)
-        replayed = required(replay, reader.token_ids()[:stop], pipeline)
+        replayed = pipeline.replayed(replay, reader.token_ids()[:stop])
     out = allocate(reader.manifest.geometry, counts)
     workers = min(os.cpu_count() or 1, len(tasks))
     if workers > 1:

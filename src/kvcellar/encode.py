@@ -17,8 +17,9 @@ from .archive.writer import NewBlock
 from .cache import KVCache
 from .errors import InvalidInput
 from .geometry import Geometry
-from .pipeline import Pipeline, Tokens
+from .pipeline import Pipeline
 from .replayed import Replayed, require_own
+from .tokens import Tokens
 from .window import FineWindow, Symbols, encode_graded
 
 

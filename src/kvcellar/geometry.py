@@ -18,6 +18,7 @@ MAX_LAYERS = 4096
 FULL, SLIDING, NONE = "full", "sliding", "none"
 KINDS = {FULL: 1, SLIDING: 2, NONE: 3}
 MAX_WINDOW = (1 << 32) - 1
+HALF, INTERLEAVED = 0, 1  # how rotary pairs lie in a key: number j with j + R/2, or 2j with 2j + 1
 _KIND_NAMES = {code: name for name, code in KINDS.items()}
 _RUN = struct.Struct("<HBBHHBBHHBB")  # layers, kind, 0, K heads, K width, K dtype, 0, V heads, V width, V dtype, 0
 _WINDOW = struct.Struct("<I")
@@ -25,15 +26,14 @@ _WINDOW = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class DType:
-    """A floating point format as the file knows it: its code, bytes per number and mantissa bits."""
+    """A floating point format as the file knows it: its code and bytes per number."""
 
     name: str
     code: int
     size: int
-    mantissa_bits: int
 
 
-DTYPES = {d.name: d for d in (DType("float32", 1, 4, 23), DType("float16", 2, 2, 10), DType("bfloat16", 3, 2, 7))}
+DTYPES = {d.name: d for d in (DType("float32", 1, 4), DType("float16", 2, 2), DType("bfloat16", 3, 2))}
 _DTYPES_BY_CODE = {d.code: d for d in DTYPES.values()}
 
 

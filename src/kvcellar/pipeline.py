@@ -16,74 +16,26 @@ itself: a prediction never mixes them, since a token changes its grade while its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .cache import KVCache, LayerKV, allocate
-from .earlier import earlier_ids as earlier_ids
-from .errors import DamagedArchive, InvalidInput, InvalidRecipe, ProfileMissing, UnsupportedCache
+from .errors import DamagedArchive, InvalidInput, InvalidRecipe, ModelMissing, ProfileMissing, UnsupportedCache
 from .geometry import FULL, Geometry
 from .profile import Profile
 from .quantize.bits import BitExact
 from .quantize.coefficients import Coefficients
 from .recipe import Recipe
-from .replayed import Replayed, fill, known_layers
+from .replayed import Replay, Replayed, fill, known_layers
 from .residual import Place, Residual
-from .stages import CausalCoder, Context, Grade, Predictor, Quantizer, SymbolCoder, Transform, build
+from .stages import CausalCoder, Grade, Predictor, Quantizer, SymbolCoder, Transform, build
+from .tokens import Tokens
 
 Arrays = list[np.ndarray]
 Layout = Sequence[tuple[int, type[np.generic]]]
 MAX_BYTES_PER_SYMBOL_BYTE = 1024
-
-
-class Tokens(NamedTuple):
-    """Ids and positions int64 (T,) of a block's tokens, and which of them are stored coarse, the others fine.
-
-    `due` are stored fine but restored coarse: newer tokens came in other blocks. `earlier` int64 (T, LOOKBACK) are the
-    ids of the tokens before each, as `Context` has them; `replayed` is what a recipe that replays is told of them.
-    `surprisal` float64 (T,), bits, is for the encoder alone.
-    """
-
-    ids: np.ndarray
-    positions: np.ndarray
-    earlier: np.ndarray
-    coarse: range
-    due: range = range(0)
-    surprisal: np.ndarray | None = None
-    replayed: Replayed | None = None
-
-    @classmethod
-    def following(cls, ids: np.ndarray, first_position: int) -> Tokens:
-        """All tokens of a block, at positions that follow one by one, coarse."""
-        return cls(ids, np.arange(first_position, first_position + len(ids)), earlier_ids(ids), range(len(ids)))
-
-    @classmethod
-    def at(cls, block: int, span: range, ids: np.ndarray, ahead: int, known: np.ndarray | None) -> Tokens:
-        """The tokens `span` of an archive with sealed blocks of `block` tokens, behind the `known` ids, all coarse.
-
-        Their positions are `ahead` of their indexes.
-        """
-        positions = np.arange(span.start + ahead, span.stop + ahead)
-        return cls(ids, positions, earlier_ids(ids, span.start, block, known), range(len(ids)))
-
-    @property
-    def fine(self) -> np.ndarray:
-        """Indexes of the tokens that are not coarse: those before and those behind."""
-        rows: np.ndarray = np.r_[: self.coarse.start, self.coarse.stop : len(self.ids)]
-        return rows
-
-    def take(self, rows: slice | np.ndarray) -> Tokens:
-        ids = self.ids[rows]
-        bits = None if self.surprisal is None else self.surprisal[rows]
-        told = None if self.replayed is None else self.replayed.take(rows)
-        return Tokens(ids, self.positions[rows], self.earlier[rows], range(len(ids)), range(0), bits, told)
-
-    def context(self, grade: Grade = Grade.COARSE) -> Context:
-        """What is known of them before the first layer group."""
-        return Context(self.ids, self.positions, self.earlier, grade, self.replayed)
 
 
 class Pipeline:
@@ -145,7 +97,7 @@ class Pipeline:
         """One part per layer group from the (views of) tokens of a block, all coarse."""
         symbols = self.quantize(block.layers, tokens, Grade.COARSE)[0]
         if isinstance(self.symbols, CausalCoder):
-            return self.symbols.encode_block(symbols, Context(tokens.ids, tokens.positions, tokens.earlier))
+            return self.symbols.encode_block(symbols, tokens.context())
         return self.pack([symbols])
 
     def pack(self, grades: Sequence[Sequence[Arrays]]) -> list[bytes]:
@@ -263,6 +215,15 @@ class Pipeline:
                     surprisal=told[np.searchsorted(rows[Grade.FINE], np.arange(tokens.due.start, tokens.due.stop))]
                 )
             self.dequantize(groups, self.quantize(place, due, Grade.COARSE, groups)[0], due, Grade.COARSE, place)
+
+    def replayed(self, replay: Replay | None, ids: np.ndarray) -> Replayed:
+        """What `replay` says of `ids`, for a recipe that replays. Raises ModelMissing where there is none."""
+        if replay is None:
+            raise ModelMissing(
+                f"recipe {self.recipe.name!r} stores nothing of what {self.replays} decoder layers of the model "
+                "compute again: give the model, as model= or, beside an identity, as replay_with="
+            )
+        return replay(ids)
 
     def column(self, layer: int, side: str, head: int, stage: int) -> tuple[int, int]:
         """Where a head's coarse symbols are among the arrays of its group: array and column. Raises InvalidInput."""

@@ -19,7 +19,8 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-HALF, INTERLEAVED = 0, 1
+from .geometry import HALF
+
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as the kernel counts them
 
 

@@ -4,7 +4,7 @@ summed in one order without fused multiply-add."""
 import numpy as np
 from numba import boolean, float32, int64, njit, types, uint16, uint32, void
 
-from .placing import HALF
+from .geometry import HALF
 
 MATRIX = types.Array(float32, 2, "C", readonly=True)
 VECTOR = types.Array(float32, 1, "C", readonly=True)

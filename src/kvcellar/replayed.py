@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,9 +19,6 @@ from torch import Tensor
 
 from .cache import LayerKV
 from .errors import InvalidInput, ModelMissing, UnsupportedCache
-
-if TYPE_CHECKING:
-    from .pipeline import Pipeline
 
 FAR = {torch.float32: 0.02, torch.float16: 0.02, torch.bfloat16: 0.15}
 """Of a token's norm, by the dtype of the stored cache; two ways to compute one cache differ by far less."""
@@ -64,16 +60,6 @@ def fill(out: Mapping[int, LayerKV], known: Mapping[int, LayerKV]) -> None:
     for index in known.keys() & out.keys():
         out[index].keys.copy_(known[index].keys)
         out[index].values.copy_(known[index].values)
-
-
-def required(replay: Replay | None, ids: np.ndarray, pipeline: Pipeline) -> Replayed:
-    """What `replay` says of `ids`. Raises ModelMissing where there is none."""
-    if replay is None:
-        raise ModelMissing(
-            f"recipe {pipeline.recipe.name!r} stores nothing of what {pipeline.replays} decoder layers of the model "
-            "compute again: give the model, as model= or, beside an identity, as replay_with="
-        )
-    return replay(ids)
 
 
 def require_own(given: Sequence[LayerKV], replayed: Replayed) -> None:

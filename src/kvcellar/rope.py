@@ -26,8 +26,8 @@ from jaxtyping import Float32, Int
 from torch import Tensor
 
 from .errors import InvalidInput, ProfileMismatch, ProfileMissing, UnsupportedCache
-from .geometry import Geometry
-from .placing import HALF, INTERLEAVED, Angles, place
+from .geometry import HALF, INTERLEAVED, Geometry
+from .placing import Angles, place
 from .profile import Profile
 from .stages import Transform
 

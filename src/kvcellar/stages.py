@@ -1,7 +1,7 @@
 """What a stage is: one small base class per kind, and which stages a recipe may name.
 
 A recipe may name the stages of the closed list below, those `register` added in this process, and those of installed
-packages (`installed`; docs/adding-a-stage.md says how to write one).
+packages (`plugins.py`; docs/adding-a-stage.md says how to write one). What a stage may look at is in `context.py`.
 
 The closed loop of a block walks its layer groups from shallow to deep (`pipeline.py`); for each it asks
 `Predictor` → `Transform` → `Quantizer` → `SymbolCoder`. The types forbid another order: predictors and transforms
@@ -14,17 +14,16 @@ A group's values are a list of tensors (H, T, D): keys and values of its layers 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from . import plugins
+from .context import LOOKBACK as LOOKBACK
+from .context import Context as Context
+from .context import Grade as Grade
 from .errors import InvalidInput, InvalidRecipe, KVCellarError
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from .calibrate import Calibration
     from .geometry import Geometry
     from .profile import Profile
-    from .replayed import Replayed
 
 
 class Stage:
@@ -62,52 +60,6 @@ class Stage:
         In the profile the names get the stage's kind in front: ``basis`` of a transform is ``transform.basis``.
         """
         return {}
-
-
-class Grade(StrEnum):
-    """How closely a token is coded: fine while it is a sink or recent, coarse ever after (`window.py`)."""
-
-    COARSE = "coarse"
-    FINE = "fine"
-
-
-LOOKBACK = 3
-
-
-class Context:
-    """What encoder and decoder both know at a point of the loop.
-
-    `tokens` and `positions` int64 (T,) of the tokens of one grade in a block; `earlier` int64 (T, LOOKBACK), the ids of
-    the tokens one, two, … before each, −1 where those are not of its block; and `restored`: for each layer group so far
-    its restored tensors (H, T, D) in the stored dtype; and for a recipe that wants it what the model's replay tells of
-    the tokens, `replayed`. Predictors may look at nothing else.
-    """
-
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        positions: np.ndarray,
-        earlier: np.ndarray,
-        grade: Grade = Grade.COARSE,
-        replayed: Replayed | None = None,
-    ):
-        self.tokens, self.positions, self.earlier = tokens, positions, earlier
-        self.grade, self.replayed = grade, replayed
-        self.restored: list[list[Tensor]] = []
-
-    @property
-    def follows(self) -> np.ndarray:
-        """bool (T,): whether a row stands for the token right behind that of the row before, in the same sealed block.
-
-        Never of fine tokens: they keep their symbols when the tokens before them become coarse.
-        """
-        found = np.zeros(len(self.positions), bool)
-        if self.grade is Grade.COARSE:
-            found[1:] = (np.diff(self.positions) == 1) & (self.earlier[1:, 0] >= 0)
-        return found
-
-    def push(self, group: list[Tensor]) -> None:
-        self.restored.append(group)
 
 
 class Predictor(Stage, ABC):
@@ -245,7 +197,6 @@ KINDS: dict[str, type[Stage]] = {
     "quantize": Quantizer,
     "symbols": SymbolCoder,
 }
-ENTRY_POINTS = "kvcellar.stages"
 Factory = Callable[..., Any]
 _STAGES: dict[tuple[str, str], str | Factory] = {
     ("predict", "linear/1"): "kvcellar.predict.linear:LinearPredictor",
@@ -280,7 +231,10 @@ def build(kind: str, settings: Mapping[str, Any] | None) -> Any:
     if settings is None:
         return None
     stage_id = settings["id"]
-    factory = _STAGES.get((kind, stage_id)) or _loaded.get((kind, stage_id)) or _load_installed(kind, stage_id)
+    factory = _STAGES.get((kind, stage_id)) or _loaded.get((kind, stage_id))
+    if factory is None:
+        shipped = [its_id for its_kind, its_id in _STAGES if its_kind == kind]
+        factory = _loaded[kind, stage_id] = plugins.load(kind, stage_id, KINDS.get(kind), shipped)
     if isinstance(factory, str):
         module, name = factory.split(":")
         factory = getattr(importlib.import_module(module), name)
@@ -289,74 +243,4 @@ def build(kind: str, settings: Mapping[str, Any] | None) -> Any:
     except KVCellarError:
         raise
     except Exception as error:
-        raise InvalidRecipe(f"{kind} stage {stage_id!r} refuses its settings: {_said(error)}") from error
-
-
-def installed(kind: str) -> dict[str, list[importlib.metadata.EntryPoint]]:
-    """Stages of `kind` that installed packages offer, by id: entry points ``kind:id`` of the group `ENTRY_POINTS`.
-
-    A recipe may come out of a file that nobody trusts, so its ids are only compared with the names listed here and
-    never imported, joined to a path or searched for anywhere else: the most a file can do is choose among packages
-    that whoever runs this has installed. The folder one happens to be in is left out, because a download may lie
-    there, beside its own metadata.
-    """
-    here = os.path.realpath(os.getcwd())
-    folders = tuple(entry for entry in sys.path if entry and os.path.realpath(entry) != here)
-    return _offered(kind, folders, tuple(map(_changed, folders)))
-
-
-def _changed(folder: str) -> int:
-    try:
-        return os.stat(folder).st_mtime_ns
-    except OSError:
-        return 0
-
-
-@lru_cache(64)  # the look takes most of a second, and a hostile file could ask for it again and again
-def _offered(
-    kind: str, folders: tuple[str, ...], changed: tuple[int, ...]
-) -> dict[str, list[importlib.metadata.EntryPoint]]:
-    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
-    packages = set()
-    for package in importlib.metadata.distributions(path=list(folders)):
-        try:
-            name, points = package.name, package.entry_points.select(group=ENTRY_POINTS)
-        except Exception:  # a package whose metadata cannot be read offers nothing, and must not hinder others
-            continue
-        if name in packages:  # behind another of its name, as a module of that name would be
-            continue
-        packages.add(name)
-        for point in points:
-            its_kind, _, stage_id = point.name.partition(":")
-            if its_kind == kind and stage_id:
-                found.setdefault(stage_id, []).append(point)
-    return found
-
-
-def _load_installed(kind: str, stage_id: str) -> Factory:
-    """The installed stage class with this id. Raises InvalidRecipe unless there is just one and it is one."""
-    offered = installed(kind)
-    points = offered.get(stage_id, [])
-    what = f"{kind} stage {stage_id[:80]!r}"
-    if not points:
-        known = sorted({name for k, name in _STAGES if k == kind} | set(offered))
-        raise InvalidRecipe(f"unknown {what}; known: {', '.join(known) or 'none'}")
-    if len(points) > 1:
-        packages = ", ".join(sorted(point.dist.name if point.dist else "?" for point in points))
-        raise InvalidRecipe(f"{what} is offered by more than one package: {packages}")
-    origin = f"{what}, installed as {points[0].value}"
-    try:
-        stage = points[0].load()
-    except Exception as error:  # whatever a package does when it is imported
-        raise InvalidRecipe(f"{origin}, cannot be loaded: {_said(error)}") from error
-    base = KINDS.get(kind)
-    if base is None or not isinstance(stage, type) or not issubclass(stage, base):
-        raise InvalidRecipe(f"{origin}, is no {base.__name__ if base else 'stage that recipes can use yet'}")
-    if getattr(stage, "id", None) != stage_id:
-        raise InvalidRecipe(f"{origin}, calls itself {getattr(stage, 'id', None)!r}")
-    _loaded[kind, stage_id] = stage
-    return stage
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+        raise InvalidRecipe(f"{kind} stage {stage_id!r} refuses its settings: {plugins.said(error)}") from error

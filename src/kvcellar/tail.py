@@ -15,7 +15,7 @@ from .encode import encode_blocks
 from .geometry import Geometry
 from .held import held
 from .pipeline import Pipeline
-from .replayed import Replay, Replayed, required
+from .replayed import Replay, Replayed
 from .window import FineWindow
 
 
@@ -90,7 +90,7 @@ def _replayed(
     if not pipeline.replays:
         return None
     whole = np.concatenate([reader.token_ids(), ids])
-    return required(replay, whole, pipeline).take(slice(start, None))
+    return pipeline.replayed(replay, whole).take(slice(start, None))
 
 
 def stored_cache(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: int) -> KVCache:

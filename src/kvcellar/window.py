@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from .cache import KVCache, LayerKV
-from .pipeline import Arrays, Pipeline, Tokens
+from .pipeline import Arrays, Pipeline
 from .recipe import Recipe
 from .stages import Grade
+from .tokens import Tokens
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,15 +24,15 @@ from ..identity import Identity
 from ..pipeline import Pipeline
 from ..profile import Profile, find_profile
 from ..ready import ready
-from ..replayed import Replayed, required
+from ..replayed import Replayed
 from ..store.base import Appender
 from ..store.local import LocalStore
 from ..tail import compacted, extended
-from .inputs import spans_of, token_ids, told_log2_probs
+from .inputs import layers_of, spans_of, take_more, token_ids, told_log2_probs
 from .reducedfiles import restore_reduced
 from .replayer import Replayer
 from .search import Hit, search
-from .transformers import Device, dtype_of, fill_cache, give_cache, take_cache
+from .transformers import Device, dtype_of, fill_cache, give_cache
 
 
 class Archive:
@@ -188,11 +187,7 @@ class Archive:
             raise InvalidInput("a reduced archive takes no more tokens: restore it, go on, and save the whole anew")
         if self._identity is None:
             raise MissingIdentity("append needs an archive opened with model= or identity=")
-        kv, ids = take_cache(cache, row), token_ids(tokens, row)
-        if len(ids) != len(kv):
-            raise TokensMismatch(f"the cache holds {len(kv)} tokens, {len(ids)} token ids were given")
-        if isinstance(start, bool) or not isinstance(start, (int, np.integer)) or not 0 <= start <= reader.tokens:
-            raise InvalidInput(f"tokens from {start!r} on; the archive holds {reader.tokens}: start lies in 0…that")
+        kv, ids = take_more(cache, tokens, row, start, reader.tokens)
         matched, stored = (reader.tokens, None) if self._knows(ids, start) else reader.match(ids, start)
         if matched < reader.tokens:
             what = "the ids end there" if stored is None else f"stored id {stored}, given {int(ids[matched - start])}"
@@ -275,14 +270,7 @@ class Archive:
         return self._reader
 
     def _layers(self, layers: Iterable[int] | None) -> list[int]:
-        count = len(self._open().manifest.geometry)
-        try:
-            chosen = list(range(count)) if layers is None else sorted({operator.index(layer) for layer in layers})
-        except TypeError as error:
-            raise InvalidInput(f"layers {layers!r}; expected layer indexes: {error}") from error
-        if any(not 0 <= layer < count for layer in chosen):
-            raise InvalidInput(f"layers {chosen} of an archive with layers 0…{count - 1}")
-        return chosen
+        return layers_of(layers, len(self._open().manifest.geometry))
 
     def _ready_pipeline(self) -> Pipeline:
         if self._pipeline is None:
@@ -296,7 +284,7 @@ class Archive:
         pipeline = self._ready_pipeline()
         if self._replayer is None and self._model is not None:
             self._replayer = Replayer(self._model, pipeline.replays, pipeline.geometry, self._open().first_position)
-        return required(self._replayer, ids, pipeline)
+        return pipeline.replayed(self._replayer, ids)
 
     def _decode(self, wanted: Mapping[int, Sequence[range]]) -> dict[int, LayerKV]:
         return decode_blocks(self._ready_pipeline(), self._open(), wanted, self._replay)

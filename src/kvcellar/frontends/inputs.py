@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -77,6 +78,19 @@ def take_row(cache: Any, tokens: Any, row: int, attention_mask: Any, positions: 
     return kv, ids, first
 
 
+def take_more(cache: Any, tokens: Any, row: int, start: Any, stored: int) -> tuple[KVCache, np.ndarray]:
+    """One row of a cache that goes on from token `start` of a sequence with so many `stored` tokens, and its ids.
+
+    Raises InvalidInput, TokensMismatch, UnsupportedCache.
+    """
+    kv, ids = take_cache(cache, row), token_ids(tokens, row)
+    if len(ids) != len(kv):
+        raise TokensMismatch(f"the cache holds {len(kv)} tokens, {len(ids)} token ids were given")
+    if isinstance(start, bool) or not isinstance(start, (int, np.integer)) or not 0 <= start <= stored:
+        raise InvalidInput(f"tokens from {start!r} on; the archive holds {stored}: start lies in 0…that")
+    return kv, ids
+
+
 def _real_slots(mask: np.ndarray, slots: int) -> tuple[int, int]:
     """Where the ones of a mask (T,) begin and end. Raises InvalidInput unless they are one run."""
     ones = np.flatnonzero(mask)
@@ -113,3 +127,14 @@ def spans_of(positions: int | slice | range | Iterable[int] | None, tokens: int)
         raise InvalidInput(f"position {chosen[-1]} of an archive of {tokens} tokens")
     runs = np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1) if len(chosen) else []
     return [range(int(run[0]), int(run[-1]) + 1) for run in runs]
+
+
+def layers_of(layers: Iterable[int] | None, count: int) -> list[int]:
+    """The chosen of so many layers, ascending; all by default. Raises InvalidInput for any outside 0…count−1."""
+    try:
+        chosen = list(range(count)) if layers is None else sorted({operator.index(layer) for layer in layers})
+    except TypeError as error:
+        raise InvalidInput(f"layers {layers!r}; expected layer indexes: {error}") from error
+    if any(not 0 <= layer < count for layer in chosen):
+        raise InvalidInput(f"layers {chosen} of an archive with layers 0…{count - 1}")
+    return chosen

@@ -29,7 +29,7 @@ from ..pipeline import Pipeline
 from ..profile import Profile
 from ..ready import ready
 from ..recipe import Recipe, find_recipe
-from ..replayed import Replayed, required
+from ..replayed import Replayed
 from ..store.base import Appender, Reader
 from ..store.local import LocalStore
 from ..symbols import byteplanes as byteplanes  # its kernels load with this module, not in the first restore
@@ -173,7 +173,7 @@ def _replayed(
     if next_position is not None:
         raise InvalidInput("next_position: a replay needs tokens whose positions follow one by one")
     replay = None if model is None else Replayer(model, pipeline.replays, pipeline.geometry, position)
-    return required(replay, ids, pipeline)
+    return pipeline.replayed(replay, ids)
 
 
 class Replaceable:

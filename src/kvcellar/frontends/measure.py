@@ -19,10 +19,11 @@ from ..calibrate import Progress
 from ..errors import InvalidInput
 from ..evaluate.divergence import kl_divergence
 from ..evaluate.texts import Document
-from ..pipeline import Arrays, Pipeline, Tokens, earlier_ids
+from ..pipeline import Arrays, Pipeline
 from ..profile import Profile
 from ..recipe import Recipe
 from ..stages import Grade
+from ..tokens import Tokens, earlier_ids
 from .calibration import Cut, cut
 from .cli.models import LocalModel, empty_cache, held_in
 from .curve import Curve, Point, with_step, without_step

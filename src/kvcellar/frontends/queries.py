@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
 from ..cache import KVCache, LayerKV
 from ..errors import InvalidInput, UnsupportedCache
 from ..reduce.later import asked_later
 from ..rope import TOKENS, Turn, turns_of
+from .attention import attending
 from .transformers import take_cache
 
 COLLECTING = "kvcellar_collecting"
@@ -81,18 +82,12 @@ def collect_queries(model: Any, last: int = LAST, row: int = 0) -> Iterator[Quer
     Raises UnsupportedCache for a model that cannot take one from outside.
     """
     queries = Queries(last, row)
-    AttentionInterface.register(COLLECTING, _collecting_attention)
-    AttentionMaskInterface.register(COLLECTING, sdpa_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(COLLECTING)
-    if model.config._attn_implementation != COLLECTING:
-        raise UnsupportedCache(f"{type(model).__name__} takes no attention function: its queries cannot be had")
-    token = _sink.set(queries)
-    try:
-        yield queries
-    finally:
-        _sink.reset(token)
-        model.set_attn_implementation(before)
+    with attending(model, COLLECTING, _collecting_attention, sdpa_mask, "its queries cannot be had"):
+        token = _sink.set(queries)
+        try:
+            yield queries
+        finally:
+            _sink.reset(token)
 
 
 class _Reread(DynamicLayer):  # type: ignore[misc]

@@ -27,14 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from ..cache import LayerKV
 from ..errors import InvalidInput, UnsupportedCache
 from ..reduce.batched import Heads
 from ..reduce.tree import scan
 from ..reduce.weighted import RECENT, SINKS, Reducer
+from .attention import attending
 from .inputs import token_ids
 from .queries import Queries
 from .reduce import reduction
@@ -152,19 +151,13 @@ def tree_attention(model: Any, plan: Plan, progress: Callable[[int], None] | Non
 
     Raises UnsupportedCache for a model that cannot take an attention function from outside.
     """
-    AttentionInterface.register(TREE, _tree_attention)
-    AttentionMaskInterface.register(TREE, _no_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(TREE)
-    if model.config._attn_implementation != TREE:
-        raise UnsupportedCache(f"{type(model).__name__} takes no attention function: it cannot read through a tree")
     run = TreeRun(plan, progress)
-    token = _run.set(run)
-    try:
-        yield run
-    finally:
-        _run.reset(token)
-        model.set_attn_implementation(before)
+    with attending(model, TREE, _tree_attention, _no_mask, "it cannot read through a tree"):
+        token = _run.set(run)
+        try:
+            yield run
+        finally:
+            _run.reset(token)
 
 
 @torch.no_grad()

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import ProfileMismatch
-from ..geometry import Geometry, LayerGeometry
-from ..placing import INTERLEAVED
+from ..geometry import INTERLEAVED, Geometry, LayerGeometry
 from .causalkernels import COARSE, REACH, SUM
 from .causalnumbers import CIRCLE, sines
 

@@ -20,11 +20,12 @@ from torch import Tensor
 from ..cache import KVCache, LayerKV, allocate, torch_dtype
 from ..errors import DamagedArchive, UnsupportedCache
 from ..geometry import DTYPES
-from ..pipeline import Pipeline, Tokens
+from ..pipeline import Pipeline
 from ..profile import Profile
 from ..quantize.bits import bits
 from ..recipe import Recipe
 from ..stages import SymbolCoder
+from ..tokens import Tokens
 
 LAYERS, HEADS, WIDTH = 3, 2, 16
 CASES = (

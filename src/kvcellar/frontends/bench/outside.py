@@ -28,6 +28,7 @@ from ...errors import InvalidInput, KVCellarError, MissingExtra
 from ..transformers import give_cache
 from .coded import Coded
 from .environments import ENVIRONMENTS, HERE, Environment
+from .jsonlines import tell
 
 SCRIPTS = Path(__file__).parent / "outside_peers"
 
@@ -53,12 +54,7 @@ class PeerProcess:
         return self.process.poll() is None
 
     def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died; reading its answer says so
+        tell(self.process, message)
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:

@@ -21,12 +21,13 @@ import numpy as np
 from ...cache import LayerKV
 from ...calibrate import Calibration
 from ...evaluate.bootstrap import bca
-from ...pipeline import Arrays, Pipeline, Tokens
+from ...pipeline import Arrays, Pipeline
 from ...profile import Profile, load_profile
 from ...recipe import PRESETS, Recipe, canonical_json
 from ...stages import Grade
 from ...store.local import LocalStore
 from ...symbols.adaptive import trained
+from ...tokens import Tokens
 from ..cli.common import progress
 from ..cli.models import LocalModel
 from ..curve import with_step

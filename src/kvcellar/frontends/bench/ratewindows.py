@@ -22,10 +22,11 @@ from ...cache import KVCache, LayerKV
 from ...errors import InvalidInput
 from ...evaluate.divergence import kl_divergence
 from ...evaluate.texts import Document, Window, windows
-from ...pipeline import Arrays, Pipeline, Tokens, earlier_ids
+from ...pipeline import Arrays, Pipeline
 from ...recipe import Recipe
 from ...stages import Grade
 from ...store.local import LocalStore
+from ...tokens import Tokens, earlier_ids
 from ..cli.models import LocalModel, empty_cache, held_in
 from ..transformers import take_cache
 from .reference import continuation_logits

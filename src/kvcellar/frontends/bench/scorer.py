@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import KVCellarError
+from .jsonlines import tell
 
 
 class Scorer:
@@ -36,12 +37,7 @@ class Scorer:
         return self._send({"archive": str(archive), "prefix": prefix, "task": task})
 
     def _send(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died; reading its answer says so
+        tell(self.process, message)
         return _answer(self.process)
 
     def close(self) -> None:

@@ -14,11 +14,11 @@ from .bench_rate import command as rate
 from .bench_reduce import command as reduce
 from .bench_setup import (
     CONTINUATION,
-    DATA,
     LONG,
     QUICK_CONTINUATION,
     SHORT,
     chosen_windows,
+    data_option,
     ensure_profiles,
     quick_profiles,
     tasks_from_files,
@@ -51,7 +51,7 @@ from .common import json_option
     is_flag=True,
     help="8 windows, less to score, profiles from little text: a look.",
 )
-@click.option("--data", type=click.Path(file_okay=False), default=str(DATA), help="Folder of the files in texts.toml.")
+@data_option
 @click.option(
     "--out", type=click.Path(dir_okay=False), help="Also write the rows, with all that made them, to this JSON."
 )

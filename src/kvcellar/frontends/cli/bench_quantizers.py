@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from .bench_setup import CONTINUATION, DATA, SHORT, chosen_windows, ensure_profiles, write
-from .common import json_option
+from .bench_setup import CONTINUATION, SHORT, chosen_windows, data_option, ensure_profiles, write
+from .common import json_option, out_option
 
 
 @click.command("quantizers")
@@ -21,8 +21,8 @@ from .common import json_option
 @click.option(
     "--continuation", default=CONTINUATION, show_default=True, type=click.IntRange(2), help="Tokens to score."
 )
-@click.option("--data", type=click.Path(file_okay=False), default=str(DATA), help="Folder of the files in texts.toml.")
-@click.option("--out", type=click.Path(dir_okay=False), help="Also write everything to this JSON.")
+@data_option
+@out_option
 @json_option
 def command(
     model_dir: str | None,

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from ...errors import InvalidInput
-from .bench_setup import DATA, LONG, QUICK_CALIBRATION, TEXTS, quick_profiles, write
-from .common import json_option, progress
+from .bench_setup import LONG, QUICK_CALIBRATION, TEXTS, data_option, quick_profiles, write
+from .common import json_option, out_option, plot_option, progress
 
 PARTS = ("curve", "ablation", "bits", "surprisal", "length")
 TOKENS, PREFIX, CONTINUATION, WINDOWS = 24_576, 800, 192, 6
@@ -45,9 +45,9 @@ QUICK_WINDOWS, QUICK_LENGTH = 2, 1024
     "--documents", default=2, show_default=True, type=click.IntRange(1), help="How many long texts, for the lengths."
 )
 @click.option("--quick", is_flag=True, help="Two windows, little text, short texts: a look at whether it works.")
-@click.option("--data", type=click.Path(file_okay=False), default=str(DATA), help="Folder of the files in texts.toml.")
-@click.option("--out", type=click.Path(dir_okay=False), help="Also write everything to this JSON.")
-@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw it (PNG or SVG).")
+@data_option
+@out_option
+@plot_option
 @json_option
 def command(
     model_dir: str | None,

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from ...errors import InvalidInput, KVCellarError
-from .bench_setup import CONTINUATION, DATA, SHORT, chosen_windows, write
-from .common import json_option
+from .bench_setup import CONTINUATION, SHORT, chosen_windows, data_option, write
+from .common import json_option, out_option, plot_option
 from .measure import KEEP, names, numbers
 
 METHODS = "matching,balanced,random,streaming,snapkv,scissorhands"
@@ -45,9 +45,9 @@ TASK_KINDS = ("needle_single", "needle_multi", "key_value")
 @click.option(
     "--text", "texts", multiple=True, type=click.Path(exists=True, dir_okay=False), help="Your own test text."
 )
-@click.option("--data", type=click.Path(file_okay=False), default=str(DATA), help="Folder of the files in texts.toml.")
-@click.option("--out", type=click.Path(dir_okay=False), help="Also write everything to this JSON.")
-@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw it (PNG or SVG).")
+@data_option
+@out_option
+@plot_option
 @json_option
 def command(
     model_dir: str | None,

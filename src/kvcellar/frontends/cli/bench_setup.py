@@ -16,6 +16,9 @@ from .common import progress
 
 TEXTS = Path("benchmarks") / "texts.toml"
 DATA = Path("..") / "shared" / "data"
+data_option = click.option(
+    "--data", type=click.Path(file_okay=False), default=str(DATA), help="Folder of the files in texts.toml."
+)
 SHORT, LONG, CONTINUATION, QUICK_CONTINUATION = 1024, 7680, 384, 192
 CALIBRATION = 60_000
 QUICK_CALIBRATION = 4_096

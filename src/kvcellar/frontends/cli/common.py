@@ -20,6 +20,8 @@ model_option = click.option(
     type=click.Path(exists=True, file_okay=False),
     help="Folder of the transformers model. Default: where this machine last saw the archive's model.",
 )
+out_option = click.option("--out", type=click.Path(dir_okay=False), help="Also write everything to this JSON.")
+plot_option = click.option("--plot", type=click.Path(dir_okay=False), help="Also draw it (PNG or SVG).")
 
 
 def human_bytes(count: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ...errors import InvalidInput
-from .common import json_option
+from .common import json_option, out_option, plot_option
 
 TOKENS, CONTINUATION, BUDGET = 1024, 384, 0.25
 KEEP = "0.1,0.25,0.5"
@@ -34,8 +34,8 @@ METHODS = "random,streaming,matching"
 @click.option("--target-error", type=float, help="Instead: the fewest slots that meet this relative error.")
 @click.option("--queries", default=256, show_default=True, type=click.IntRange(1), help="Sample queries a query head.")
 @click.option("--seeds", default=5, show_default=True, type=click.IntRange(1), help="Draws averaged for random.")
-@click.option("--out", type=click.Path(dir_okay=False), help="Also write everything to this JSON.")
-@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw it (PNG or SVG).")
+@out_option
+@plot_option
 @json_option
 def command(
     model_dir: str | None,
