@@ -11,7 +11,7 @@ costs a hundred times as much as of all the other fine tokens together (benchmar
 
 Coarse symbols are made from what fine ones restore, so each number is rounded twice. With `nested`, the fine step is Δ
 over the least odd number that makes it no larger than `fine_step`: every cell of the coarse grid then consists of whole
-cells of the fine one, and to round twice is to round once. At 1.92 fine steps to a coarse one, all numbers beyond 0.26 Δ
+cells of the fine one, and to round twice is to round once. At 1.92 fine steps to a coarse one, what was beyond 0.26 Δ
 became ±1, and a file took a third more bytes at equal divergence (benchmarks/LOG.md).
 
 Source: uniform threshold quantization with a dead zone (Sullivan 1996); nested grids are ours. Tried on: CPU.
