@@ -192,8 +192,21 @@ def test_the_coded_stream_takes_the_entropy_of_the_model(path: Path) -> None:
     surprise = -float(first[0, ids[1]]) - float(found[torch.arange(198), torch.tensor(ids[2:])].sum())
     log = TokenLog.unpack(path.read_bytes(), "a")
     assert log.coded is not None
-    assert len(log.coded) <= 1.02 * surprise / np.log(2) / 8 + 64
     assert log.ids is None
+    assert path.stat().st_size <= 1.02 * surprise / np.log(2) / 8 + 64, "the whole file, header and checks included"
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_coded_file_of_few_tokens_takes_no_more_than_64_bytes(path: Path, tokens: int) -> None:
+    """So few that they say nothing: what is left is header, checks, and the first token, which counts 0 bits."""
+    ids = [5]
+    while len(ids) < tokens:
+        ids.append(int(logits(llama(), kvcellar_cache(), ids)[-1].argmax()))
+    save(path, one_by_one(llama(), ids), ids, recipe=CODED)
+    log = TokenLog.unpack(path.read_bytes(), "a")
+    assert (log.tokens, log.ids) == (tokens, None)
+    assert log.sketches.shape == (1, 2)
+    assert path.stat().st_size <= 64
 
 
 def kvcellar_cache() -> object:
@@ -221,11 +234,11 @@ def test_another_runtime_is_refused_unless_ids_are_kept(path: Path, monkeypatch:
     for keep in (False, True):
         save(path, cache, ids, recipe=tokens_recipe(model_coded=True, keep_ids=keep))
         with monkeypatch.context() as patch, kvcellar.open(path, model=llama()) as archive:
-            patch.setattr(tokenreplay, "runtime_id", lambda model: b"elsewher")
+            patch.setattr(tokenreplay, "runtime_id", lambda model: b"else")
             if keep:
                 assert archive.restore().matched == 60
                 continue
-            with pytest.raises(errors.RuntimeMismatch, match=b"elsewher".hex()):
+            with pytest.raises(errors.RuntimeMismatch, match=b"else".hex()):
                 archive.restore()
 
 

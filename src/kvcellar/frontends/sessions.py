@@ -191,7 +191,7 @@ class Sessions:
         try:
             with self.store.open_reader(name) as handle:
                 who, session = _session(handle, self.namespace)
-                if who != self.identity:
+                if not self.identity.same(who):
                     return Entry(name, stamp, None)
                 return Entry(name, stamp, session.token_ids().astype(np.uint32))
         except (ArchiveNotFound, NotAnArchive):
@@ -234,7 +234,7 @@ class Sessions:
             try:
                 with self.store.open_reader(name) as handle:
                     who, session = _session(handle, self.namespace)
-                    if who != self.identity:
+                    if not self.identity.same(who):
                         continue
                     matched, stored = session.match(ids)
                     if matched > best.matched or (best.path is None and matched):
@@ -293,7 +293,7 @@ def remember(
         return
     with store.open_reader(name) as handle:
         who, session = _session(handle, namespace)
-        unchanged = session.tokens == len(tokens) == session.match(tokens)[0] and who == identity
+        unchanged = session.tokens == len(tokens) == session.match(tokens)[0] and identity.same(who)
     if unchanged:
         log = TrieLog(store, trie_key(identity, namespace))
         with log.writing() as file:
