@@ -502,6 +502,57 @@ def test_what_takes_archives_with_blocks_says_what_this_is(path: Path) -> None:
         kvcellar.recompress(path, path, recipe="exact")
 
 
+def test_an_exact_archive_becomes_the_log_that_save_would_have_made(tmp_path: Path) -> None:
+    ids, source, out = prompt(400), tmp_path / "a.kvc", tmp_path / "b.kvc"
+    cache = prefill(llama(), ids)
+    save(source, cache, ids, recipe="exact")
+    made = kvcellar.recompress(source, out, recipe="tokens")
+    kvcellar.save(tmp_path / "saved.kvc", cache, tokens=ids, identity=_whose(source), recipe="tokens")
+    assert out.read_bytes() == (tmp_path / "saved.kvc").read_bytes()
+    assert (made.info.recipe, made.info.tokens, made.lost_to) == ("tokens", 400, ())
+    assert made.info.file_bytes == out.stat().st_size
+    kvcellar.recompress(source, out, recipe=CODED, replay_with=llama())
+    with kvcellar.open(out, model=llama()) as archive:
+        restored = archive.restore()
+    assert restored.replay.exact, "with the model at hand the steps are found that give the cache back"
+    assert same_bits(pairs(restored.cache), pairs(cache))
+
+
+def test_a_lossy_archive_becomes_a_log_only_with_its_model(tmp_path: Path) -> None:
+    ids, source, out = prompt(80), tmp_path / "a.kvc", tmp_path / "b.kvc"
+    save(source, prefill(llama(), ids), ids, recipe="turbo-4")
+    with pytest.raises(errors.ModelMissing, match=r"turbo-4.*replay_with"):
+        kvcellar.recompress(source, out, recipe="tokens")
+    assert not out.exists()
+    made = kvcellar.recompress(source, out, recipe="tokens", replay_with=llama())
+    assert made.lost_to == ()
+    with kvcellar.open(out, model=llama()) as archive:
+        restored = archive.restore()
+    assert restored.replay.exact
+    assert same_bits(pairs(restored.cache), pairs(prefill(llama(), ids)))
+
+
+def _whose(path: Path) -> kvcellar.Identity:
+    with kvcellar.open(path) as archive:
+        return archive.manifest.identity
+
+
+def test_probabilities_told_to_an_append_go_into_the_trie(tmp_path: Path) -> None:
+    ids, path = prompt(30), tmp_path / "log.kvc"
+    kvcellar.save(
+        path, prefill(llama(), ids[:20]), tokens=ids[:20], model=llama(), recipe="tokens", log2_probs=[-1] * 20
+    )
+    cache = prefill(llama(), ids)
+    with kvcellar.open(path, model=llama(), mode="a") as archive:
+        tail = [(k[:, :, 20:], v[:, :, 20:]) for k, v in pairs(cache)]
+        with pytest.raises(errors.InvalidInput, match="log2"):
+            archive.append(tail, ids[20:], start=20, log2_probs=[-2] * 9)
+        archive.append(tail, ids[20:], start=20, log2_probs=[-2] * 10)
+    near = kvcellar.nearest(tmp_path, ids, model=llama())
+    assert near is not None
+    assert near.kinship.cell.depth == 20 + 2 * 10
+
+
 GOLDEN = Path(__file__).parent / "golden" / "v1.0-tokens.kvc"
 
 
