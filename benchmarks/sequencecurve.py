@@ -1,9 +1,9 @@
 """From the tokens alone to the exact cache: bytes, seconds of a restore and divergence, over the floor of the text.
 
-`points`: whole files, saved, restored and scored as `kvcellar bench` does it; `tokens` is restored in this process, which
-has the model. The floor is Σ −log2 P(t) of the tokens under the model, in bytes: what a cache cannot do without (Theorem 1
-of arXiv 2604.15356), since whoever has the model has the rest. `by_text_length` asks whether bytes a token fall as the
-text gets longer and so more predictable (Corollary 5).
+`points`: whole files, saved, restored and scored as `kvcellar bench` does it; `tokens` is restored in this process,
+which has the model. The floor is Σ −log2 P(t) of the tokens under the model, in bytes: what a cache cannot do without
+(Theorem 1 of arXiv 2604.15356), since whoever has the model has the rest. `by_text_length` asks whether bytes a token
+fall as the text gets longer and so more predictable (Corollary 5).
 """
 
 from __future__ import annotations
@@ -73,7 +73,12 @@ def points(
         row["over_floor"] = row["file_bytes_per_token"] / floor_bytes
         row["restore_to_prefill"] = row["restore_s"] / row["prefill_s"]
     raw = geometry.bytes_per_token_16bit
-    return {"floor_bytes_per_token": floor_bytes, "raw_over_floor": raw / floor_bytes, "rows": rows, "left_out": left_out}
+    return {
+        "floor_bytes_per_token": floor_bytes,
+        "raw_over_floor": raw / floor_bytes,
+        "rows": rows,
+        "left_out": left_out,
+    }
 
 
 def _tokens(bench: Bench, windows: Sequence[Window]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The expected predictor beside cheap ones: model calls, energy explained, and bytes of `cellar`'s code on what is left.
+"""The expected predictor beside cheap ones: model calls, energy explained, bytes of `cellar`'s code on what is left.
 
 Of a span of each window the 20 likeliest tokens of every position are read by the model, once; the first 1, 4 and 20 of
 them make the predictions. Beside them: the calibrated mean, a ridge regression on the token alone (fitted on the other
@@ -27,6 +27,7 @@ from kvcellar.profile import Profile
 from kvcellar.recipe import CELLAR
 from kvcellar.stages import Context, Grade
 from kvcellar.transform.basis import times
+from sequencebits import prepared
 
 KS = (1, 4, 20)
 RIDGE = 1e-2
@@ -58,7 +59,7 @@ class Predictors:
 
     def moments(self, window: HeldOut) -> dict[str, Any]:
         """ΦᵀΦ, and ΦᵀY in the metric, of a window's span; the latter in a file beside the results."""
-        pipeline = Pipeline(CELLAR[0], window.cache.geometry, self.profile)
+        pipeline = prepared(CELLAR[0], window.cache.geometry, self.profile)
         phi = self._features(np.array(window.window.ids)[self.span.start : self.span.stop])
         y = torch.cat([self._flat(pipeline, self._of_span(window), group) for group in pipeline.groups], dim=1)
         name = f"moments-{window.window.id}-{self.span.start}-{self.span.stop}.npy"
@@ -67,7 +68,7 @@ class Predictors:
 
     def measured(self, window: HeldOut, others: list[dict[str, Any]]) -> dict[str, Any]:
         """Every predictor on a window, the token alone as `others`, the moments of other windows, have it."""
-        pipeline = Pipeline(CELLAR[0], window.cache.geometry, self.profile)
+        pipeline = prepared(CELLAR[0], window.cache.geometry, self.profile)
         ids = np.array(window.window.ids)
         span, x = self.span, self._of_span(window)
         asked = candidate_caches(self.model, ids[: span.stop], span, max(KS))
@@ -93,7 +94,7 @@ class Predictors:
         for name, (layers, mflop, evaluations) in given.items():
             row: dict[str, Any] = {"bytes": [], "error": [], "mflop": mflop, "evaluations": evaluations}
             for recipe in CELLAR:
-                row |= self._coded(Pipeline(recipe, pipeline.geometry, self.profile), x, layers, ids, row)
+                row |= self._coded(prepared(recipe, pipeline.geometry, self.profile), x, layers, ids, row)
             by[name] = row
         hits = {str(k): float(asked.hits(k).float().mean()) for k in KS}
         counted = {"calls": asked.calls, "prefix_calls": asked.prefix_calls, "evaluated": len(span) * asked.k}

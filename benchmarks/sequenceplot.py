@@ -1,4 +1,4 @@
-"""docs/sequential.png: does residual energy follow surprisal, and the whole curve from the tokens to the exact cache."""
+"""docs/sequential.png: does residual energy follow surprisal, and the curve from the tokens to the exact cache."""
 
 from __future__ import annotations
 
