@@ -13,7 +13,7 @@ length:   bytes a token against the length of the text, of static codes and code
 Writes benchmarks/results/sequence.json and docs/sequential.png, both after every part; parts that are not asked for
 stay as they are there, if they are of the same profile and windows. What is measured on a window is kept under
 $KVCELLAR_HOME: an interrupted run goes on, and every window is told as it is done. --quick is a look at whether all
-of it works: two windows of 320 tokens and few cases; results and plot under $KVCELLAR_HOME/bench/sequence alone. The
+of it works: two windows of 576 tokens and few cases; results and plot under $KVCELLAR_HOME/bench/sequence alone. The
 last line is JSON.
 """
 
@@ -59,7 +59,7 @@ class Scale(NamedTuple):
 
 
 WHOLE = Scale(1024, 384, range(512, 768), LENGTHS, 4)
-QUICK = Scale(320, 32, range(256, 272), (256, 320), 2)
+QUICK = Scale(576, 32, range(512, 528), (256, 576), 2)  # of fewer tokens no block of coarse ones is full
 
 
 class Study:

@@ -79,7 +79,7 @@ _transforms: dict[str, Any] = {}
 
 
 def prepared(recipe: Recipe, geometry: Geometry, profile: Profile | None) -> Pipeline:
-    """A pipeline that shares its transform with all that have the same: the way there is inverted matrices, and slow."""
+    """A pipeline that shares its transform with all that have the same: the way there inverts matrices, slowly."""
     pipeline = Pipeline(recipe, geometry, profile)
     if profile is not None:
         residual: Any = pipeline.residual

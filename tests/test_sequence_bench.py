@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import sequence
 import sequencebits
 import sequenceplot
-from clitools import write_model
+from clitools import run, write_model
 from kvcellar.cache import KVCache, LayerKV
 from kvcellar.frontends.bench import ratelength
 from kvcellar.frontends.bench.ratewindows import Kept, cache_of
@@ -153,3 +155,28 @@ def test_a_panel_is_drawn_for_each_part_there_is(tmp_path: Path, names: list[str
 def test_without_a_part_nothing_is_drawn(tmp_path: Path) -> None:
     sequenceplot.draw(drawn(expected={}), tmp_path / "plot.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_whole_of_it_runs_and_goes_on_from_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
+    model = write_model(tmp_path / "model")
+    made = run("calibrate", "--model", model, "--recipe", "cellar", "--tokens", 2048, "--no-curve")
+    assert made.code == 0, made
+    monkeypatch.setattr(sequence, "demo_model", lambda: model)
+    command = ["sequence.py", "--data", str(tmp_path), "--quick", "--part"]
+    monkeypatch.setattr(sys, "argv", [*command, "bits", "expected", "length"])
+    sequence.main()
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["expected"]["tokens"] == 2 * len(sequence.QUICK.span)
+    assert told["expected"]["evaluated"] == 20 * told["expected"]["tokens"]
+    assert {row["curve"] for row in told["bits"]["rows"]} == set(sequencebits.QUICKLY)
+    assert [row["tokens"] for row in told["length"]["recipes"]["sequential"]] == list(sequence.QUICK.lengths)
+    (written,) = (tmp_path / "home" / "bench" / "sequence").glob("*/quick.json")
+    assert written.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(sequencebits, "measured", None)
+    monkeypatch.setattr(sys, "argv", [*command, "bits"])
+    sequence.main()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["bits"] == told["bits"]
+    assert json.loads(written.read_text())["expected"] == told["expected"], "of a part that was not asked for"
