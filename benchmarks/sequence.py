@@ -133,9 +133,10 @@ class Study:
             mean = {name: float(np.mean([w[name] for w in of])) for name in ("bytes", "kl")}
             rows.append({"curve": case.curve, "told": case.told, "quantize": case.recipe.quantize, **mean})
         articles = [window.article for window in self.windows]
+        presets = [case.recipe.name for case in plan if case.curve == "turbo"]
         return {
             "rows": rows,
-            "at_equal_kl": sequencebits.compared(articles, points),
+            "at_equal_kl": sequencebits.compared(articles, points, presets),
             "coder": {name: float(np.mean([each[name] for each in coder])) for name in coder[0]},
             "premise": sequencebits.premise(told),
         }

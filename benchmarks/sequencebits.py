@@ -173,10 +173,13 @@ def premise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def compared(articles: Sequence[str], points: dict[str, list[list[dict[str, float]]]]) -> list[dict[str, Any]]:
+def compared(
+    articles: Sequence[str], points: dict[str, list[list[dict[str, float]]]], presets: Sequence[str]
+) -> list[dict[str, Any]]:
     """Bytes of each TurboQuant preset ÷ those of each curve at that preset's KL, with 95 % BCa limits over articles.
 
-    `points` by curve: a list of points, each a list of windows. None where a curve does not reach the KL.
+    `points` by curve: a list of points, each a list of windows; `presets` are the names of those of "turbo". None where
+    a curve does not reach the KL.
     """
     found = []
     for number, turbo in enumerate(points["turbo"]):
@@ -189,7 +192,7 @@ def compared(articles: Sequence[str], points: dict[str, list[list[dict[str, floa
             whole = _ratio(sums.sum(axis=0)[None])[0]
             limits = bca(articles, sums, _ratio, resamples=RESAMPLES) if np.isfinite(whole) else None
             ratio = float(whole) if np.isfinite(whole) else None
-            found.append({"turbo": TURBO[number].name, "curve": curve, "ratio": ratio, "ci": limits})
+            found.append({"turbo": presets[number], "curve": curve, "ratio": ratio, "ci": limits})
     return found
 
 

@@ -173,6 +173,7 @@ def test_the_whole_of_it_runs_and_goes_on_from_what_is_kept(
     assert told["expected"]["evaluated"] == 20 * told["expected"]["tokens"]
     assert {row["curve"] for row in told["bits"]["rows"]} == set(sequencebits.QUICKLY)
     assert [row["tokens"] for row in told["length"]["recipes"]["sequential"]] == list(sequence.QUICK.lengths)
+    assert {row["turbo"] for row in told["bits"]["at_equal_kl"]} == {"turbo-4", "turbo-2"}
     (written,) = (tmp_path / "home" / "bench" / "sequence").glob("*/quick.json")
     assert written.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(sequencebits, "measured", None)
