@@ -18,6 +18,7 @@ from kvcellar.frontends.bench.ratebits import ranks, spearman
 from kvcellar.frontends.bench.ratevariants import roots_of
 from kvcellar.frontends.bench.ratewindows import HeldOut, coarse_rows, of_block, sealed, sides
 from kvcellar.frontends.cli.models import LocalModel
+from kvcellar.geometry import Geometry
 from kvcellar.pipeline import Pipeline
 from kvcellar.profile import Profile
 from kvcellar.recipe import CELLAR, SEQUENTIAL, TURBO, Recipe
@@ -28,6 +29,7 @@ from kvcellar.transform.basis import times
 BINS = 10
 RESAMPLES = 2000
 STEPS = (0.003, 0.01, 0.03)
+QUICKLY = ("turbo", "cellar", "published", "sequential")
 EDGES = (0.1, 0.5, 1.5, 3.0, 5.0, 7.0, 10.0)  # of surprisal classes, bits
 
 
@@ -39,7 +41,18 @@ class Case(NamedTuple):
     told: bool
 
 
-def cases() -> list[Case]:
+def cases(*, quick: bool = False) -> list[Case]:
+    """All points of all curves; a `quick` look takes one of the longer ones, of each curve the ends."""
+    found = _cases()
+    if not quick:
+        return found
+    ends: dict[str, list[Case]] = {}
+    for case in found:
+        ends.setdefault(case.curve, []).append(case)
+    return [case for name, of in ends.items() if name in QUICKLY for case in (of[0], of[-1])]
+
+
+def _cases() -> list[Case]:
     found = [Case("turbo", recipe, False) for recipe in TURBO]
     found += [Case("cellar", recipe, False) for recipe in CELLAR]
     for curve, told, settings in (
@@ -62,11 +75,23 @@ def _with(**settings: Any) -> Recipe:
     return replace(SEQUENTIAL, quantize={**(SEQUENTIAL.quantize or {}), **settings})
 
 
+_transforms: dict[str, Any] = {}
+
+
+def prepared(recipe: Recipe, geometry: Geometry, profile: Profile | None) -> Pipeline:
+    """A pipeline that shares its transform with all that have the same: the way there inverts matrices, slowly."""
+    pipeline = Pipeline(recipe, geometry, profile)
+    if profile is not None:
+        residual: Any = pipeline.residual
+        residual.transform = _transforms.setdefault(f"{profile.id} {recipe.transform}", residual.transform)
+    return pipeline
+
+
 def measured(
     local: LocalModel, window: HeldOut, surprisal: np.ndarray, case: Case, profile: Profile, held: dict[str, Any]
 ) -> dict[str, float]:
     """`bytes` a token and `kl` of a case on a window; `held` keeps fine tokens from case to case."""
-    pipeline = Pipeline(case.recipe, window.cache.geometry, profile if case.recipe.predict else None)
+    pipeline = prepared(case.recipe, window.cache.geometry, profile if case.recipe.predict else None)
     fine_of = f"{case.recipe.predict} {(case.recipe.quantize or {}).get('id') if not case.recipe.predict else ''}"
     if held.get("of") != fine_of:
         held["of"], held["fine"] = fine_of, window.fine(pipeline)
@@ -85,7 +110,7 @@ def conditioned(window: HeldOut, surprisal: np.ndarray, profile: Profile, recipe
 
     `weights` and `classes` are what it costs to send either, so that a context has to earn what it tells.
     """
-    pipeline = Pipeline(recipe, window.cache.geometry, profile)
+    pipeline = prepared(recipe, window.cache.geometry, profile)
     symbols, _ = window.coarse(pipeline, window.fine(pipeline))
     first = coarse_rows(recipe, len(window.cache)).start
     total = dict.fromkeys(("none", "weight", "class", "both", "weights", "classes"), 0)
@@ -111,7 +136,7 @@ def conditioned(window: HeldOut, surprisal: np.ndarray, profile: Profile, recipe
 
 def energies(window: HeldOut, surprisal: np.ndarray, profile: Profile, recipe: Recipe) -> dict[str, Any]:
     """|A (x − p)|² of each coarse token by layer, p predicted from what `recipe` restores, and its surprisal."""
-    pipeline = Pipeline(recipe, window.cache.geometry, profile)
+    pipeline = prepared(recipe, window.cache.geometry, profile)
     rows = coarse_rows(recipe, len(window.cache))
     _, restored = window.coarse(pipeline, window.fine(pipeline))
     tokens = window.under(recipe).take(slice(rows.start, rows.stop))
@@ -148,10 +173,13 @@ def premise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def compared(articles: Sequence[str], points: dict[str, list[list[dict[str, float]]]]) -> list[dict[str, Any]]:
+def compared(
+    articles: Sequence[str], points: dict[str, list[list[dict[str, float]]]], presets: Sequence[str]
+) -> list[dict[str, Any]]:
     """Bytes of each TurboQuant preset ÷ those of each curve at that preset's KL, with 95 % BCa limits over articles.
 
-    `points` by curve: a list of points, each a list of windows. None where a curve does not reach the KL.
+    `points` by curve: a list of points, each a list of windows; `presets` are the names of those of "turbo". None where
+    a curve does not reach the KL.
     """
     found = []
     for number, turbo in enumerate(points["turbo"]):
@@ -164,7 +192,7 @@ def compared(articles: Sequence[str], points: dict[str, list[list[dict[str, floa
             whole = _ratio(sums.sum(axis=0)[None])[0]
             limits = bca(articles, sums, _ratio, resamples=RESAMPLES) if np.isfinite(whole) else None
             ratio = float(whole) if np.isfinite(whole) else None
-            found.append({"turbo": TURBO[number].name, "curve": curve, "ratio": ratio, "ci": limits})
+            found.append({"turbo": presets[number], "curve": curve, "ratio": ratio, "ci": limits})
     return found
 
 

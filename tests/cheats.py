@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from kvcellar import stages
+from kvcellar.quantize.turbo import TurboQuant
 from kvcellar.recipe import Recipe
 from kvcellar.symbols.byteplanes import BytePlanes
 
@@ -99,6 +101,25 @@ class CountsTokens(BytePlanes):
         COUNTED.append(arrays[0].shape[1])
         return super().encode(arrays, layers)
 
+
+TOLD: list[np.ndarray | None] = []
+
+
+class NotesSurprisal(TurboQuant):
+    """No cheat: notes what it was told of surprisal, once for each call about the first layer."""
+
+    id = "test-told/1"
+
+    def quantize_told(
+        self, coefficients: Tensor, layers: range, grade: stages.Grade, surprisal: np.ndarray | None
+    ) -> list[np.ndarray]:
+        if layers.start == 0:
+            TOLD.append(surprisal)
+        return self.quantize(coefficients, layers, grade)
+
+
+NOTING = Recipe(name="noting", quantize={"id": NotesSurprisal.id, "bits": 4}, symbols={"id": "map/1"}, block=65536)
+stages.register("quantize", NotesSurprisal)
 
 CHEATS = (FromMemory, IgnoresALayer, FromAnotherFile, EndsTheProcess, CountsTokens)
 for cheat in CHEATS:

@@ -44,18 +44,34 @@ def watching(before: Before, calls: tuple[str, ...] = CALLS) -> Iterator[None]:
 
 
 class Refusal:
-    """Raises `error` at the `number`th of the calls it watches, and at all later ones if it `lasts`."""
+    """Raises `error` at the `number`th of the calls it watches, and at all later ones if it `lasts`.
 
-    def __init__(self, number: int, error: int, *, lasts: bool = False):
-        self.number, self.error, self.lasts = number, error, lasts
+    `about`: only calls about the file of this name count, as far as the system tells which one a descriptor is of.
+    """
+
+    def __init__(self, number: int, error: int, *, lasts: bool = False, about: str | None = None):
+        self.number, self.error, self.lasts, self.about = number, error, lasts, about
         self.seen = 0
         self.refused: list[str] = []
 
     def __call__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if self.about is not None and self.about != _file_of(arguments):
+            return
         self.seen += 1
         if self.seen == self.number + 1 or (self.lasts and self.seen > self.number):
             self.refused.append(name)
             raise OSError(self.error, os.strerror(self.error))
+
+
+def _file_of(arguments: tuple[Any, ...]) -> str | None:
+    """The name of the file that a call is about, which its first argument names or has open (Linux)."""
+    first = arguments[0] if arguments else None
+    if isinstance(first, int):
+        try:
+            first = os.readlink(f"/proc/self/fd/{first}")
+        except OSError:
+            return None
+    return None if first is None else os.path.basename(first)
 
 
 class Death:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import cheats
 from benchtools import CONTINUATION, PREFIX, small_windows
@@ -137,6 +139,37 @@ def test_a_recipe_never_sees_the_continuation(bench: Bench, tmp_path: Path, monk
     assert set(cheats.COUNTED) == {PREFIX}
 
 
+def _said(local: LocalModel, ids: list[int]) -> np.ndarray:
+    """Bits of surprisal of each id, from one forward of this test's own; 0 for the first."""
+    with torch.inference_mode():
+        logs = torch.log_softmax(local.model(torch.tensor([ids])).logits[0, :-1].double(), dim=1)
+    return np.concatenate([[0.0], -logs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy() / np.log(2)])
+
+
+def test_a_recipe_is_told_the_surprisals_of_the_prefix(
+    bench: Bench, chosen: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cheats.install(tmp_path, monkeypatch)
+    cheats.TOLD.clear()
+    bench.recipe(cheats.NOTING)
+    assert len(cheats.TOLD) == len(chosen) + 1, "the first save is made twice, to warm up"
+    for window, told in zip([chosen[0], *chosen], cheats.TOLD, strict=True):
+        assert told is not None
+        np.testing.assert_allclose(told, _said(bench.local, list(window.ids[:PREFIX])), atol=1e-4)
+
+
+def test_surprisals_are_kept_and_made_anew_where_the_file_is_not_theirs(
+    bench: Bench, chosen: list[Window], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = bench.references.log2_probs(chosen[0])
+    (file,) = bench.references.folder.glob("*.log2.npy")
+    for damage in (b"", file.read_bytes()[:-3], b"\x93NUMPY"):
+        file.write_bytes(damage)
+        np.testing.assert_array_equal(bench.references.log2_probs(chosen[0]), first)
+    monkeypatch.setattr(LocalModel, "prefill", None)
+    np.testing.assert_array_equal(bench.references.log2_probs(chosen[0]), first)
+
+
 def test_an_archive_of_more_than_the_prefix_is_refused(bench: Bench, chosen: list[Window], tmp_path: Path) -> None:
     scorer = Scorer(bench.local.folder)
     try:
@@ -200,6 +233,19 @@ def test_exact_keeps_every_margin_and_the_floor_none(tasks: TaskBench, monkeypat
     assert row["margin"] == pytest.approx(1, abs=1e-9)
     assert tasks.floor()[0]["margin"] == pytest.approx(0, abs=1e-9)
     assert tasks.peer("zstd-3")[0]["margin"] == pytest.approx(1, abs=1e-9)
+
+
+def test_a_tasks_context_is_told_its_surprisals(
+    tasks: TaskBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cheats.install(tmp_path, monkeypatch)
+    cheats.TOLD.clear()
+    tasks.recipe(cheats.NOTING)
+    assert len(cheats.TOLD) == len(tasks.tasks)
+    for task, told in zip(tasks.tasks, cheats.TOLD, strict=True):
+        assert told is not None
+        expected = _said(tasks.local, tasks.local.encode(task.context, continues=True))
+        np.testing.assert_allclose(told, expected, atol=1e-4)
 
 
 def test_a_task_is_not_answered_from_memory(tasks: TaskBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

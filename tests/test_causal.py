@@ -156,16 +156,17 @@ def test_any_geometry(sides: tuple[SideGeometry, SideGeometry], layout: int) -> 
 
 @pytest.mark.parametrize("kind", ["noise", "zeros"])
 def test_what_cannot_be_foreseen_is_stored_plainly_and_layers_behind_it_still_fit(kind: str) -> None:
-    rng, usual = np.random.default_rng(1), torch.Generator().manual_seed(2)
-    words = rng.integers(-(2**15), 2**15, (2, HEADS, 50, WIDTH), dtype=np.int16) * (kind == "noise")
-    middle = [torch.from_numpy(w).view(torch.bfloat16) for w in words.astype(np.int16)]
-    sides = [torch.randn(HEADS, 50, WIDTH, generator=usual).bfloat16() for _ in range(4)]
-    cache = KVCache((LayerKV(*sides[:2]), LayerKV(*middle), LayerKV(*sides[2:])))
-    tokens = Tokens.following(np.arange(50), 0)
-    pipeline = Pipeline(TOY, geometry(), profile_for(geometry(), 8))
+    tokens, cache = unseen()
+    first, foreign, last = cache.layers
+    rng = np.random.default_rng(1)
+    words = rng.integers(-(2**15), 2**15, (2, *foreign.keys.shape), dtype=np.int16) * np.int16(kind == "noise")
+    foreign = LayerKV(*(torch.from_numpy(w).view(torch.bfloat16) for w in words))
+    cache = KVCache((first, foreign, last))
+    pipeline = Pipeline(RECIPE, cache.geometry, profile())
     parts = pipeline.encode(cache, tokens)
-    assert parts[1][0] == 0
-    assert len(parts[1]) <= 2 * HEADS * 50 * WIDTH * 2 + 3
+    assert [part[0] for part in parts[:2]] == [1, 0]
+    assert parts[2][0] == (kind == "zeros"), "foreseen from zeros it still is, from noise it is not"
+    assert len(parts[1]) <= words.nbytes + 3
     assert same_bits(cache, decoded(pipeline, parts, tokens))
 
 

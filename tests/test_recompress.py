@@ -181,9 +181,9 @@ def test_each_block_is_decoded_once_and_few_at_a_time(
 ) -> None:
     asked: list[range] = []
 
-    def counting(pipeline: Any, reader: Any, wanted: Mapping[int, Sequence[range]]) -> dict[int, LayerKV]:
+    def counting(pipeline: Any, reader: Any, wanted: Mapping[int, Sequence[range]], replay: Any) -> dict[int, LayerKV]:
         asked.extend(span for span in wanted[0] if span)
-        return decode_blocks(pipeline, reader, wanted)
+        return decode_blocks(pipeline, reader, wanted, replay)
 
     monkeypatch.setattr(tail, "decode_blocks", counting)
     source = saved(make_cache(tokens=500), recipe=replace(EXACT, block=32))

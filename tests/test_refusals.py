@@ -158,27 +158,61 @@ def test_a_refused_restore_leaves_the_target_empty(path: Path) -> None:
     assert number > 0
 
 
-def test_find_passes_over_what_it_cannot_read_now_and_finds_it_again(path: Path) -> None:
+def _trie_file(path: Path) -> Path | None:
+    return next(path.parent.glob(".kvcellar-*.trie"), None)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["no trie", "trie"])
+def test_find_makes_do_with_any_one_call_refused(path: Path, known: bool) -> None:
+    """What could not be read is read once more: by the scan behind the trie, or by that of all archives."""
+    refused_calls = set()
     for number in count():
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            refusal = Refusal(number, errno.EIO)
-            try:
-                with watching(refusal):
-                    found = kvcellar.find(path.parent, OLD, identity="m")
-            except StorageError:
-                continue  # the folder itself
+        if known:
+            kvcellar.find(path.parent, OLD, identity="m")
+            assert _trie_file(path)
+        elif trie := _trie_file(path):
+            trie.unlink()
+        refusal = Refusal(number, errno.EIO)
+        try:
+            with watching(refusal):
+                found = kvcellar.find(path.parent, OLD, identity="m")
+        except StorageError:
+            assert refusal.refused == ["scandir"], "the folder itself"
+            continue
         if not refusal.refused:
             break
-        if refusal.refused == ["close"]:  # nothing was missed by then
-            assert found.matched == len(OLD)
-            continue
-        if found.path is None:
-            assert "passed over a.kvc" in str(told[0].message)
-        else:  # the trie could not be made, and opening the archive itself went well
-            assert found.matched == len(OLD)
+        refused_calls |= set(refusal.refused)
+        assert (found.path, found.matched) == (str(path), len(OLD)), refusal.refused
         assert kvcellar.find(path.parent, OLD, identity="m").matched == len(OLD)
     assert number > 5
+    assert {"open", "pread"} <= refused_calls
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["no trie", "trie"])
+def test_find_passes_over_what_it_cannot_read_now_and_finds_it_again(path: Path, known: bool) -> None:
+    """Calls about the archive alone are refused, from one on: never an answer from the trie alone."""
+    passed_over = 0
+    for number in count():
+        if known:
+            kvcellar.find(path.parent, OLD, identity="m")
+            assert _trie_file(path)
+        elif trie := _trie_file(path):
+            trie.unlink()
+        refusal = Refusal(number, errno.EIO, lasts=True, about=path.name)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with watching(refusal):
+                found = kvcellar.find(path.parent, OLD, identity="m")
+        if not refusal.refused:
+            break
+        if set(refusal.refused) == {"close"}:  # nothing was missed by then
+            assert found.matched == len(OLD)
+            continue
+        assert (found.path, found.matched) == (None, 0), refusal.refused
+        assert "passed over a.kvc" in str(told[0].message)
+        passed_over += 1
+        assert kvcellar.find(path.parent, OLD, identity="m").matched == len(OLD)
+    assert passed_over > 5
 
 
 def test_places_without_locks_take_new_archives_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

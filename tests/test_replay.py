@@ -347,6 +347,37 @@ def test_without_the_model_nothing_is_restored_and_the_error_says_what_is_needed
     assert not (tmp_path / "b.kvc").exists()
 
 
+def test_recompressing_to_and_from_it_runs_the_model(tmp_path: Path) -> None:
+    ids, held = text()
+    a, b, c = (tmp_path / f"{name}.kvc" for name in "abc")
+    kvcellar.save(a, held, tokens=ids, model=model(), recipe="exact")
+    with pytest.raises(ModelMissing, match="2 decoder layers"):
+        recompress(a, b, recipe=recipe(), profile=profile())
+    assert not b.exists()
+    made = recompress(a, b, recipe=recipe(), profile=profile(), replay_with=model())
+    assert made.lost_to == (recipe().name,)
+    expected = saved(c)
+    assert b.read_bytes() == c.read_bytes()
+    recompress(b, a, recipe="exact", source_profile=profile(), replay_with=model())
+    with kvcellar.open(a, model=model()) as archive:
+        assert models.same_bits(models.pairs(archive.restore().cache), expected)
+    other = models.new_llama(1, num_hidden_layers=LAYERS)
+    with pytest.raises(UnsupportedCache, match="not this model's own"):
+        recompress(a, b, recipe=recipe(), profile=profile(), replay_with=other)
+    assert b.read_bytes() == c.read_bytes()
+
+
+def test_a_grown_one_is_compacted_by_recompressing(tmp_path: Path) -> None:
+    a, b, c = (tmp_path / f"{name}.kvc" for name in "abc")
+    saved(a, steps=(7, 30, TOKENS))
+    with pytest.raises(ModelMissing):
+        recompress(a, b, recipe=recipe(), profile=profile())
+    made = recompress(a, b, recipe=recipe(), profile=profile(), replay_with=model())
+    assert made.copied
+    saved(c)
+    assert b.read_bytes() == c.read_bytes()
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "a.kvc")
     other = models.new_llama(1, num_hidden_layers=LAYERS)

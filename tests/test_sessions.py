@@ -45,6 +45,49 @@ def scanned(folder: Path, ids: list[int], namespace: str = "") -> tuple[Any, lis
     return sessions._scan([name for name in sessions.store.names() if name.endswith(".kvc")], np.array(ids, np.int64))
 
 
+def test_probabilities_told_to_appends_go_into_the_trie_when_the_archive_is_closed(
+    store: Save, make_cache: Callable, tmp_path: Path
+) -> None:
+    path = store("a", [5, 1, 2], log2_probs=[0, -1, -1])
+    with kvcellar.open(path, identity="m", mode="a") as archive:
+        for start, ids, logs in ((3, [3, 4], [-2, -2]), (0, [5, 1, 2, 3, 4, 6], [math.nan] * 5 + [-4]), (6, [7], None)):
+            archive.append(make_cache(layers=1, heads=1, width=2, tokens=len(ids)), ids, start=start, log2_probs=logs)
+        with pytest.raises(InvalidInput):
+            archive.append(make_cache(layers=1, heads=1, width=2, tokens=1), [8], start=7, log2_probs=[0.5])
+        before = trie_file(tmp_path).read_bytes()
+    assert trie_file(tmp_path).read_bytes() != before
+    sessions = Sessions(tmp_path, identity="m")
+    read: list[str] = []
+    sessions._read_archive = lambda name, stamp: read.append(name)  # type: ignore[assignment, method-assign]
+    sessions.refresh()
+    assert not read, "the record holds for the archive as it is now"
+    np.testing.assert_array_equal(sessions.trie.log2_probs_of("a.kvc"), np.float32([0, -1, -1, -2, -2, -4, math.nan]))
+
+
+def test_a_trie_that_cannot_be_told_is_a_warning_and_the_append_stands(
+    store: Save, make_cache: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store("a", [5, 1])
+    monkeypatch.setattr("kvcellar.frontends.remember.trie_key", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # not everything is passed over
+        kvcellar.frontends.remember.remember(*_at(path), kvcellar.Identity.of("m"), "", [(0, np.zeros(2))])
+    monkeypatch.setattr("kvcellar.frontends.remember.trie_key", lambda *_: _raise(OSError("no room")))
+    with pytest.warns(UserWarning, match="not kept: no room"), kvcellar.open(path, identity="m", mode="a") as archive:
+        archive.append(make_cache(layers=1, heads=1, width=2, tokens=1), [2], start=2, log2_probs=[-1])
+    with kvcellar.open(path) as archive:
+        assert archive.tokens.tolist() == [5, 1, 2]
+
+
+def _at(path: Path) -> tuple[Any, str]:
+    from kvcellar.store.local import LocalStore
+
+    return LocalStore.at(path)
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
 def searched(folder: Path, ids: list[int], namespace: str = "") -> tuple[Any, list[str]]:
     return Sessions(folder, identity="m", namespace=namespace).search(ids)
 

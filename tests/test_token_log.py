@@ -192,8 +192,21 @@ def test_the_coded_stream_takes_the_entropy_of_the_model(path: Path) -> None:
     surprise = -float(first[0, ids[1]]) - float(found[torch.arange(198), torch.tensor(ids[2:])].sum())
     log = TokenLog.unpack(path.read_bytes(), "a")
     assert log.coded is not None
-    assert len(log.coded) <= 1.02 * surprise / np.log(2) / 8 + 64
     assert log.ids is None
+    assert path.stat().st_size <= 1.02 * surprise / np.log(2) / 8 + 64, "the whole file, header and checks included"
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_coded_file_of_few_tokens_takes_no_more_than_64_bytes(path: Path, tokens: int) -> None:
+    """So few that they say nothing: what is left is header, checks, and the first token, which counts 0 bits."""
+    ids = [5]
+    while len(ids) < tokens:
+        ids.append(int(logits(llama(), kvcellar_cache(), ids)[-1].argmax()))
+    save(path, one_by_one(llama(), ids), ids, recipe=CODED)
+    log = TokenLog.unpack(path.read_bytes(), "a")
+    assert (log.tokens, log.ids) == (tokens, None)
+    assert log.sketches.shape == (1, 2)
+    assert path.stat().st_size <= 64
 
 
 def kvcellar_cache() -> object:
@@ -221,11 +234,11 @@ def test_another_runtime_is_refused_unless_ids_are_kept(path: Path, monkeypatch:
     for keep in (False, True):
         save(path, cache, ids, recipe=tokens_recipe(model_coded=True, keep_ids=keep))
         with monkeypatch.context() as patch, kvcellar.open(path, model=llama()) as archive:
-            patch.setattr(tokenreplay, "runtime_id", lambda model: b"elsewher")
+            patch.setattr(tokenreplay, "runtime_id", lambda model: b"else")
             if keep:
                 assert archive.restore().matched == 60
                 continue
-            with pytest.raises(errors.RuntimeMismatch, match=b"elsewher".hex()):
+            with pytest.raises(errors.RuntimeMismatch, match=b"else".hex()):
                 archive.restore()
 
 
@@ -487,6 +500,57 @@ def test_what_takes_archives_with_blocks_says_what_this_is(path: Path) -> None:
     save(path, prefill(llama(), ids), ids)
     with pytest.raises(errors.NotAnArchive, match="token log"):
         kvcellar.recompress(path, path, recipe="exact")
+
+
+def test_an_exact_archive_becomes_the_log_that_save_would_have_made(tmp_path: Path) -> None:
+    ids, source, out = prompt(400), tmp_path / "a.kvc", tmp_path / "b.kvc"
+    cache = prefill(llama(), ids)
+    save(source, cache, ids, recipe="exact")
+    made = kvcellar.recompress(source, out, recipe="tokens")
+    kvcellar.save(tmp_path / "saved.kvc", cache, tokens=ids, identity=_whose(source), recipe="tokens")
+    assert out.read_bytes() == (tmp_path / "saved.kvc").read_bytes()
+    assert (made.info.recipe, made.info.tokens, made.lost_to) == ("tokens", 400, ())
+    assert made.info.file_bytes == out.stat().st_size
+    kvcellar.recompress(source, out, recipe=CODED, replay_with=llama())
+    with kvcellar.open(out, model=llama()) as archive:
+        restored = archive.restore()
+    assert restored.replay.exact, "with the model at hand the steps are found that give the cache back"
+    assert same_bits(pairs(restored.cache), pairs(cache))
+
+
+def test_a_lossy_archive_becomes_a_log_only_with_its_model(tmp_path: Path) -> None:
+    ids, source, out = prompt(80), tmp_path / "a.kvc", tmp_path / "b.kvc"
+    save(source, prefill(llama(), ids), ids, recipe="turbo-4")
+    with pytest.raises(errors.ModelMissing, match=r"turbo-4.*replay_with"):
+        kvcellar.recompress(source, out, recipe="tokens")
+    assert not out.exists()
+    made = kvcellar.recompress(source, out, recipe="tokens", replay_with=llama())
+    assert made.lost_to == ()
+    with kvcellar.open(out, model=llama()) as archive:
+        restored = archive.restore()
+    assert restored.replay.exact
+    assert same_bits(pairs(restored.cache), pairs(prefill(llama(), ids)))
+
+
+def _whose(path: Path) -> kvcellar.Identity:
+    with kvcellar.open(path) as archive:
+        return archive.manifest.identity
+
+
+def test_probabilities_told_to_an_append_go_into_the_trie(tmp_path: Path) -> None:
+    ids, path = prompt(30), tmp_path / "log.kvc"
+    kvcellar.save(
+        path, prefill(llama(), ids[:20]), tokens=ids[:20], model=llama(), recipe="tokens", log2_probs=[-1] * 20
+    )
+    cache = prefill(llama(), ids)
+    with kvcellar.open(path, model=llama(), mode="a") as archive:
+        tail = [(k[:, :, 20:], v[:, :, 20:]) for k, v in pairs(cache)]
+        with pytest.raises(errors.InvalidInput, match="log2"):
+            archive.append(tail, ids[20:], start=20, log2_probs=[-2] * 9)
+        archive.append(tail, ids[20:], start=20, log2_probs=[-2] * 10)
+    near = kvcellar.nearest(tmp_path, ids, model=llama())
+    assert near is not None
+    assert near.kinship.cell.depth == 20 + 2 * 10
 
 
 GOLDEN = Path(__file__).parent / "golden" / "v1.0-tokens.kvc"

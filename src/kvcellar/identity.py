@@ -16,6 +16,7 @@ from .errors import IdentityMismatch, InvalidInput
 
 MODEL, NAME = "model", "name"
 MAX_LABEL = 4096
+DIGEST, HALF = 64, 32
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -40,7 +41,10 @@ def require_text(text: object, limit: int | None, what: str) -> None:
 
 @dataclass(frozen=True)
 class Identity:
-    """Digest (64 hex digits) of whatever a cache depends on; `label` is for people and takes no part in equality."""
+    """Digest (64 hex digits) of whatever a cache depends on; `label` is for people and takes no part in equality.
+
+    Token logs keep the first half of a digest: `same` tells whether two stand for one, whole or half.
+    """
 
     kind: str
     digest: str
@@ -49,8 +53,8 @@ class Identity:
     def __post_init__(self) -> None:
         if self.kind not in (MODEL, NAME):
             raise InvalidInput(f"identity kind {self.kind!r}; expected {MODEL!r} or {NAME!r}")
-        if not isinstance(self.digest, str) or len(self.digest) != 64 or not set(self.digest) <= _HEX:
-            raise InvalidInput(f"identity digest {self.digest[:80]!r}; expected 64 lower-case hex digits")
+        if not isinstance(self.digest, str) or len(self.digest) not in (DIGEST, HALF) or not set(self.digest) <= _HEX:
+            raise InvalidInput(f"identity digest {self.digest[:80]!r}; expected {DIGEST} lower-case hex digits")
         require_text(self.label, MAX_LABEL, "identity label")
 
     @classmethod
@@ -66,6 +70,11 @@ class Identity:
     def of(cls, identity: Identity | str) -> Identity:
         return identity if isinstance(identity, cls) else cls.named(identity)  # type: ignore[arg-type]
 
+    def same(self, other: Identity) -> bool:
+        """Whether the two are of one kind, and their digests agree as far as both are known: 128 bits or more."""
+        known = min(len(self.digest), len(other.digest))
+        return self.kind == other.kind and self.digest[:known] == other.digest[:known]
+
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "digest": self.digest, "label": self.label}
 
@@ -75,7 +84,7 @@ class Identity:
 
 def require_same(stored: Identity, given: Identity, where: str) -> None:
     """Raise IdentityMismatch with both sides unless `given` is the `stored` identity."""
-    if stored != given:
+    if not stored.same(given):
         raise IdentityMismatch(
             f"{where} belongs to another model: expected {stored}, got {given}. "
             "Pass allow_mismatch=True only if you know that the two compute the same cache."

@@ -93,11 +93,14 @@ def _replayed(
     return pipeline.replayed(replay, whole).take(slice(start, None))
 
 
-def stored_cache(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: int) -> KVCache:
-    """Tokens `start`…`stop` as a cache; of a sliding layer the last run that is stored."""
+def stored_cache(
+    pipeline: Pipeline, reader: ArchiveReader, start: int, stop: int, replay: Replay | None = None
+) -> KVCache:
+    """Tokens `start`…`stop` as a cache; of a sliding layer the last run that is stored. `replay` as `decode_blocks`
+    takes it."""
     geometry = reader.manifest.geometry
     runs = {i: held(reader, i, start, stop)[-1:] for i in geometry.sliding_runs}
-    out = decode_blocks(pipeline, reader, {i: runs.get(i, [range(start, stop)]) for i in range(len(geometry))})
+    out = decode_blocks(pipeline, reader, {i: runs.get(i, [range(start, stop)]) for i in range(len(geometry))}, replay)
     firsts = {i: run[0].start - start for i, run in runs.items() if run}
     return KVCache(tuple(replace(out[i], first=firsts.get(i, 0)) for i in range(len(geometry))), stop - start)
 

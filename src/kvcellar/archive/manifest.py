@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DamagedArchive, InvalidRecipe, KVCellarError
+from ..errors import DamagedArchive, InvalidInput, InvalidRecipe, KVCellarError
 from ..geometry import MAX_LAYERS, SLIDING, Geometry, LayerGeometry, SideGeometry
-from ..identity import Identity, require_text
+from ..identity import DIGEST, Identity, require_text
 from ..recipe import Recipe, canonical_json, strict_json
 
 MAX_NAMESPACE = 1024
@@ -40,6 +40,11 @@ class Manifest:
         }
 
     def pack(self) -> bytes:
+        """Raises InvalidInput for an identity of half a digest, which token logs alone keep."""
+        try:
+            _whole(self.identity)
+        except ValueError as error:
+            raise InvalidInput(str(error)) from error
         return canonical_json(self.to_json())
 
     @classmethod
@@ -52,7 +57,7 @@ class Manifest:
             profile = value["profile"]
             return cls(
                 recipe=Recipe.from_json(value["recipe"]),
-                identity=Identity(**value["identity"]),
+                identity=_whole(Identity(**value["identity"])),
                 geometry=_geometry(value["geometry"]),
                 namespace=value["namespace"],
                 profile=None if profile is None else _hex(profile["id"]),
@@ -62,6 +67,12 @@ class Manifest:
             raise
         except (ValueError, TypeError, KeyError, json.JSONDecodeError, KVCellarError) as error:
             raise DamagedArchive("manifest", f"unreadable ({error})") from error
+
+
+def _whole(identity: Identity) -> Identity:
+    if len(identity.digest) != DIGEST:
+        raise ValueError(f"an identity digest of {len(identity.digest)} hex digits; an archive has {DIGEST}")
+    return identity
 
 
 def _hex(text: str) -> str:

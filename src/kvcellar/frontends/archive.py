@@ -30,6 +30,7 @@ from ..store.local import LocalStore
 from ..tail import compacted, extended
 from .inputs import layers_of, spans_of, take_more, token_ids, told_log2_probs
 from .reducedfiles import restore_reduced
+from .remember import Told, remember
 from .replayer import Replayer
 from .search import Hit, search
 from .transformers import Device, dtype_of, fill_cache, give_cache
@@ -54,6 +55,7 @@ class Archive:
         self._pipeline: Pipeline | None = None
         self._model = model
         self._replayer: Replayer | None = None
+        self._told: list[Told] = []  # of appended tokens, for the trie
         self._seen = np.empty(0, np.int64)  # all stored ids, once this handle appended a whole sequence
 
     @property
@@ -175,7 +177,8 @@ class Archive:
             start: index in the sequence of the first token of `cache` and `tokens`; at most the number of stored
                 tokens. With ``start=len(archive)`` they hold the new tokens alone, and the cost does not grow with
                 the archive; nothing then compares the ids before them.
-            log2_probs: as `save` takes them, one for each of `tokens`.
+            log2_probs: as `save` takes them, one for each of `tokens`; they go into the trie file when the archive is
+                closed, at once for all appends.
 
         Raises InvalidInput (mode, geometry, start), TokensMismatch when the ids do not extend the stored ones,
         MissingIdentity, UnsupportedCache, StorageError.
@@ -197,13 +200,11 @@ class Archive:
         if start + len(ids) > matched:
             new, new_ids = kv.tokens(matched - start, len(ids)), ids[matched - start :]
             self._warn_of_second_bos(new_ids)
-            told = (
-                None
-                if log2_probs is None
-                else -told_log2_probs(log2_probs, len(ids))[matched - start :].astype("float64")
-            )
+            logs = None if log2_probs is None else told_log2_probs(log2_probs, len(ids))
+            told = None if logs is None else -logs[matched - start :].astype("float64")
             keep, blocks = extended(self._ready_pipeline(), reader, new, new_ids, told, self._replay)
             append_blocks(reader.reader, reader, keep, blocks)
+            self._told += [] if logs is None else [(start, logs)]
             self._seen = ids if start == 0 else self._seen[:0]
             if reader.reader.size() > 2 * reader.commit.live:
                 try:
@@ -255,8 +256,11 @@ class Archive:
 
     def close(self) -> None:
         if self._reader is not None:
+            manifest, told, self._told = self.manifest, self._told, []
             self._reader.close()
             self._reader = None
+            if told:
+                remember(self._store, self._name, manifest.identity, manifest.namespace, told)
 
     def __enter__(self) -> Archive:
         return self

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +18,6 @@ from ..encode import encode_blocks
 from ..errors import (
     ArchiveNotFound,
     InvalidInput,
-    KVCellarError,
     MissingIdentity,
     NotAnArchive,
 )
@@ -37,10 +35,10 @@ from .archive import Archive
 from .fingerprint import require_every_layer, require_plain_positions
 from .inputs import resolve_identity, take_row, told_log2_probs
 from .reducedfiles import is_reduced, slot_blocks, take_reduced
+from .remember import remember
 from .replayer import Replayer
 from .sessions import Found as Found
 from .sessions import find as find
-from .sessions import remember
 from .tokenfiles import TokenArchive
 from .tokeninfo import describe_log, is_log
 from .tokensave import is_tokens, log_of
@@ -114,8 +112,8 @@ def save(
         told = None if log2_probs is None else told_log2_probs(log2_probs, len(ids))
         log = log_of(chosen, who, kv, ids, first=first_position, namespace=namespace, model=asked, progress=progress)
         info = _save_log(path, log)
-        if log.ids is not None:
-            _remember(path, who, namespace, ids, told)
+        if log.ids is not None and told is not None:
+            remember(*LocalStore.at(path), who, namespace, [(0, told)], ids)
         return info
     reduced = chosen.reduce is not None or is_reduced(cache)
     if reduced:
@@ -143,17 +141,10 @@ def save(
     with Replaceable(store, name), store.replacing(name) as pending:
         embedded = profile.pack() if manifest.profile_embedded and profile else None
         write_archive(pending, manifest, blocks, embedded, next_position)
-    _remember(path, who, namespace, ids, told)
+    if told is not None:
+        remember(store, name, who, namespace, [(0, told)], ids)
     with ArchiveReader(store.open_reader(name), namespace) as archive:
         return describe(archive)
-
-
-def _remember(path: Path, who: Identity, namespace: str, ids: np.ndarray, told: np.ndarray | None) -> None:
-    if told is not None:
-        try:
-            remember(*LocalStore.at(path), who, namespace, ids, told)
-        except (KVCellarError, OSError) as error:
-            warnings.warn(f"the tokens' probabilities are not kept: {error}", stacklevel=3)
 
 
 def _save_log(path: Path, log: TokenLog) -> ArchiveInfo:

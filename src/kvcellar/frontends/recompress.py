@@ -1,4 +1,4 @@
-"""Coding an archive again under another recipe, from the file alone: no model is needed.
+"""Coding an archive again under another recipe, from the file alone: a model is needed only where a recipe runs it.
 
 What a lossy recipe lost stays lost, so a file whose values have been through more than one says so in its recipe's
 name, which is free text: "turbo-4 → cellar" holds what `cellar` kept of what `turbo-4` had kept. One span of blocks is
@@ -12,19 +12,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..archive.info import ArchiveInfo, describe
 from ..archive.reader import ArchiveReader
 from ..archive.writer import NewBlock, write_archive
 from ..cache import KVCache, LayerKV
 from ..calibrate import find_fitted, fingerprint_of_fit
 from ..encode import encode_blocks
+from ..errors import InvalidInput, ModelMissing
+from ..language.blocks import Segment
+from ..language.tokenlog import TokenLog
 from ..pipeline import Pipeline
 from ..profile import Profile, find_profile
 from ..ready import ready
-from ..recipe import Recipe, canonical_json, find_recipe
+from ..recipe import Recipe, canonical_json, find_recipe, tokens_recipe
+from ..replayed import Replay
 from ..store.local import LocalStore
 from ..tail import compacted, stored_cache
 from .library import Replaceable
+from .replayer import Replayer
+from .tokeninfo import describe_log
+from .tokenreplay import replay
+from .tokensave import CHUNK, is_tokens, log_of, require_log
+from .transformers import take_cache
 
 THEN = " → "
 LONGEST_NAME = 200
@@ -52,6 +63,7 @@ def recompress(
     source_profile: Profile | None = None,
     namespace: str = "",
     embed_profile: bool = False,
+    replay_with: Any = None,
     progress: Callable[[int], None] | None = None,
 ) -> Recompressed:
     """Write the archive at `path` to `out` (which may be `path`) under another recipe, replacing an archive there at
@@ -61,14 +73,20 @@ def recompress(
     written; from a lossy one both losses add up. Under the recipe it has already, nothing is coded a second time: the
     blocks are copied, and the tail's become one.
 
+    Under recipe `tokens` the ids are kept, and checks of the stored cache; of a lossy archive's, which is not what a
+    restore will compute, those of the cache that the model computes now.
+
     Args:
         profile: the calibrated state the new recipe needs. Default: the archive's own if it was fitted for this recipe,
             too, else the newest that `kvcellar calibrate` made for this recipe and model.
         source_profile: the one the archive needs. Default: embedded in it, or on this machine.
         embed_profile: store the new recipe's profile inside the file. One that was embedded stays embedded.
+        replay_with: the archive's model, where the old recipe or the new one runs it (`replay-N`; `tokens` of a lossy
+            archive, or coded under the model). Whoever gives it vouches for its being the model of this identity.
         progress: told the number of tokens of each block that is written.
 
-    Raises what `open` raises for `path` and `save` for `out`; when anything fails, a file at `out` is as before.
+    Raises ModelMissing where it would take the model, what `open` raises for `path` and `save` for `out`; when anything
+    fails, a file at `out` is as before.
     """
     target = find_recipe(recipe)
     goal, goal_name = LocalStore.at(out)
@@ -76,6 +94,15 @@ def recompress(
     with Replaceable(goal, goal_name), ArchiveReader(source.open_reader(source_name), namespace) as reader:
         manifest, before = reader.manifest, describe(reader)
         own = _OwnProfile(reader, source_profile)
+        if is_tokens(target):
+            log = _log_of(target, own, reader, replay_with)
+            data = log.pack()
+            with goal.replacing(goal_name) as pending:
+                pending.append(data)
+            if progress is not None:
+                progress(reader.tokens)
+            info = describe_log(log, str(goal.folder / goal_name), len(data))
+            return Recompressed(info, before.file_bytes, before.recipe, (), copied=False)
         chosen = profile or own.serving(target) or find_fitted(target, manifest.identity, manifest.geometry)
         chosen_id = None if chosen is None else chosen.id
         coded = ready(target, manifest.geometry, chosen)
@@ -88,14 +115,56 @@ def recompress(
         manifest = replace(manifest, profile_embedded=embedded)
         with goal.replacing(goal_name) as pending:
             if copied:
-                blocks = compacted(lambda: coded, reader)
+                blocks = compacted(lambda: coded, reader, _replay(coded, reader, replay_with))
             else:
-                stored = _Stored(ready(reader.manifest.recipe, manifest.geometry, own.profile), reader)
-                blocks = encode_blocks(coded, manifest, stored, reader.token_ids(), 0, reader.first_position)
+                stored, ids = _stored(own, reader, replay_with), reader.token_ids()
+                said = _replay(coded, reader, replay_with)
+                told = None if said is None else said(ids)
+                blocks = encode_blocks(coded, manifest, stored, ids, 0, reader.first_position, replayed=told)
             container = chosen.pack() if embedded and chosen else None
             write_archive(pending, manifest, _told(blocks, progress), container, reader.commit.next_position)
     with ArchiveReader(goal.open_reader(goal_name), namespace) as archive:
         return Recompressed(describe(archive), before.file_bytes, before.recipe, losses, copied)
+
+
+def _replay(pipeline: Pipeline, reader: ArchiveReader, model: Any) -> Replay | None:
+    """What tells a recipe that replays of token ids, which raises ModelMissing where there is no model; else None."""
+    if not pipeline.replays:
+        return None
+    if not reader.regular:
+        raise InvalidInput("positions that do not follow one by one: a replay needs them to")
+    made = None if model is None else Replayer(model, pipeline.replays, pipeline.geometry, reader.first_position)
+
+    def said(ids: np.ndarray) -> Any:
+        return pipeline.replayed(made, ids)
+
+    return said
+
+
+def _stored(own: _OwnProfile, reader: ArchiveReader, model: Any) -> _Stored:
+    pipeline = ready(reader.manifest.recipe, reader.manifest.geometry, own.profile)
+    return _Stored(pipeline, reader, _replay(pipeline, reader, model))
+
+
+def _log_of(target: Recipe, own: _OwnProfile, reader: ArchiveReader, model: Any) -> TokenLog:
+    manifest, ids = reader.manifest, reader.token_ids()
+    if reader.reduced or not reader.regular:
+        raise InvalidInput("recipe tokens: neither a reduced cache nor one with a next position of its own is replayed")
+    coded, keep, chunk = require_log(target)
+    kv: KVCache
+    if _losses(manifest.recipe):
+        if model is None:
+            raise ModelMissing(
+                f"recipe {manifest.recipe.name!r} has lost something, so what it stores is not what a restore from "
+                "token ids computes: give the model, as replay_with=, to check against what it computes now"
+            )
+        chunk = min(chunk or CHUNK, len(ids))
+        kv = take_cache(replay(model, ids, manifest.geometry, [Segment(len(ids), chunk)]))
+        target = tokens_recipe(model_coded=coded, keep_ids=keep, chunk=chunk)
+    else:
+        kv = _stored(own, reader, model)
+    first, namespace = reader.first_position, manifest.namespace
+    return log_of(target, manifest.identity, kv, ids, first=first, namespace=namespace, model=model, progress=None)
 
 
 class _OwnProfile:
@@ -132,11 +201,12 @@ class _Stored(KVCache):
 
     _pipeline: Pipeline
     _reader: ArchiveReader
+    _replay: Replay | None
     _span: range
     _kept: KVCache
 
-    def __init__(self, pipeline: Pipeline, reader: ArchiveReader):
-        self._set(_pipeline=pipeline, _reader=reader, length=reader.tokens)
+    def __init__(self, pipeline: Pipeline, reader: ArchiveReader, replay: Replay | None = None):
+        self._set(_pipeline=pipeline, _reader=reader, _replay=replay, length=reader.tokens)
         self._keep(0, 0)
 
     @property
@@ -153,7 +223,7 @@ class _Stored(KVCache):
         if self._reader.manifest.geometry.uniform and start < stop:
             blocks = list(self._reader.blocks(start, stop))
             start, stop = blocks[0].head.start, blocks[-1].stop
-        self._set(_span=range(start, stop), _kept=stored_cache(self._pipeline, self._reader, start, stop))
+        self._set(_span=range(start, stop), _kept=stored_cache(self._pipeline, self._reader, start, stop, self._replay))
 
     def _set(self, **state: object) -> None:
         for name, value in state.items():

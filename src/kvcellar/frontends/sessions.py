@@ -17,18 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..archive.manifest import MAX_NAMESPACE
-from ..archive.reader import ArchiveReader
 from ..errors import ArchiveNotFound, KVCellarError, MissingIdentity, NewerFormat, NotAnArchive
 from ..identity import Identity, require_text
 from ..language.cells import Kinship
-from ..language.tokenlog import TokenLog
 from ..language.trie import LanguageTrie
 from ..language.triefile import Entry, Stamp, trie_key
-from ..store.base import Reader
 from ..store.local import LocalStore
 from .inputs import resolve_identity, token_ids
-from .tokenfiles import common
-from .tokeninfo import is_log
+from .remember import session_in
 from .trielog import TrieLog
 
 Path = str | os.PathLike[str]
@@ -139,7 +135,7 @@ class Sessions:
         if near is not None and near.kinship.same and found.matched == len(ids):
             name = near.name
         with self.store.open_reader(name) as handle:
-            _, session = _session(handle, self.namespace)
+            _, session = session_in(handle, self.namespace)
             matched, tokens = session.match(ids)[0], session.tokens
         same = matched == len(ids) == tokens
         return Nearest(str(self.store.folder / name), matched, tokens, Kinship(self.trie.cell(ids[:matched]), same))
@@ -190,8 +186,8 @@ class Sessions:
         """Raises KVCellarError for one that is damaged, or that this version cannot read."""
         try:
             with self.store.open_reader(name) as handle:
-                who, session = _session(handle, self.namespace)
-                if who != self.identity:
+                who, session = session_in(handle, self.namespace)
+                if not self.identity.same(who):
                     return Entry(name, stamp, None)
                 return Entry(name, stamp, session.token_ids().astype(np.uint32))
         except (ArchiveNotFound, NotAnArchive):
@@ -233,8 +229,8 @@ class Sessions:
         for name in sorted(names):
             try:
                 with self.store.open_reader(name) as handle:
-                    who, session = _session(handle, self.namespace)
-                    if who != self.identity:
+                    who, session = session_in(handle, self.namespace)
+                    if not self.identity.same(who):
                         continue
                     matched, stored = session.match(ids)
                     if matched > best.matched or (best.path is None and matched):
@@ -248,53 +244,9 @@ class Sessions:
         return best, remarks
 
 
-class _Logged:
-    """Tokens of a token log, as an archive's are looked at. Raises KVCellarError where only the model decodes them."""
-
-    def __init__(self, log: TokenLog):
-        self.log, self.tokens = log, log.tokens
-
-    def token_ids(self) -> np.ndarray:
-        return self.log.token_ids()
-
-    def match(self, prompt: np.ndarray) -> tuple[int, int | None]:
-        ids = self.log.token_ids()
-        matched = common(ids, prompt)
-        return matched, int(ids[matched]) if matched < min(self.tokens, len(prompt)) else None
-
-
-def _session(handle: Reader, namespace: str) -> tuple[Identity, ArchiveReader | _Logged]:
-    """Whose session a file holds, and its tokens. Raises KVCellarError."""
-    if is_log(handle):
-        log = TokenLog.read(handle, namespace)
-        return log.identity, _Logged(log)
-    reader = ArchiveReader(handle, namespace)
-    return reader.manifest.identity, reader
-
-
 def _why(tokens: int, ids: np.ndarray, matched: int, stored: int | None) -> str:
     if stored is not None:
         return f"token {matched}: stored {stored}, prompt {int(ids[matched])}"
     if matched == tokens:
         return f"token {matched}: the archive ends here" + (" and so does the prompt" if matched == len(ids) else "")
     return f"token {matched}: the prompt ends here, the archive goes on to {tokens}"
-
-
-def remember(
-    store: LocalStore, name: str, identity: Identity, namespace: str, tokens: np.ndarray, log2_probs: np.ndarray
-) -> None:
-    """Append what the model makes of an archive just saved to the trie file beside it, without reading that file.
-
-    Nothing is written when the archive does not hold these `tokens` (T,) any more. Raises KVCellarError.
-    """
-    try:
-        stamp = Stamp.of(os.stat(store.folder / name))
-    except OSError:
-        return
-    with store.open_reader(name) as handle:
-        who, session = _session(handle, namespace)
-        unchanged = session.tokens == len(tokens) == session.match(tokens)[0] and who == identity
-    if unchanged:
-        log = TrieLog(store, trie_key(identity, namespace))
-        with log.writing() as file:
-            log.append(file, [Entry(name, stamp, tokens.astype(np.uint32), log2_probs)])

@@ -20,7 +20,8 @@ from ..language.idcode import encode_ids
 from ..language.tokenlog import TokenLog, sum_of
 from ..store.base import Appender, Reader
 from ..store.local import LocalStore
-from .inputs import resolve_identity, spans_of, token_ids
+from .inputs import resolve_identity, spans_of, token_ids, told_log2_probs
+from .remember import remember
 from .search import Hit, search
 from .tokeninfo import describe_log, verify_log
 from .tokenreplay import Progress, Replay, Replayed, compared, decode_log, replay
@@ -129,10 +130,11 @@ class TokenArchive:
             return decoded, near
         return cache, found
 
-    def append(self, cache: Any, tokens: Any, *, row: int = 0, start: int = 0) -> ArchiveInfo:
+    def append(self, cache: Any, tokens: Any, *, row: int = 0, start: int = 0, log2_probs: Any = None) -> ArchiveInfo:
         """Add the tokens of `cache` that the log does not hold yet; arguments and errors are those of `Archive.append`.
 
-        The log is written anew, at once. Raises InvalidInput where the ids are coded under the model.
+        The log is written anew, at once, and the trie file told of `log2_probs`. Raises InvalidInput where the ids are
+        coded under the model.
         """
         log = self._open()
         if not isinstance(self._handle, Appender):
@@ -144,6 +146,7 @@ class TokenArchive:
         kv, ids = take_cache(cache, row), token_ids(tokens, row)
         if len(ids) != len(kv):
             raise TokensMismatch(f"the cache holds {len(kv)} tokens, {len(ids)} token ids were given")
+        logs = None if log2_probs is None else told_log2_probs(log2_probs, len(ids))
         stored = self.tokens
         if isinstance(start, bool) or not isinstance(start, (int, np.integer)) or not 0 <= start <= len(stored):
             raise InvalidInput(f"tokens from {start!r} on; the archive holds {len(stored)}: start lies in 0…that")
@@ -168,6 +171,8 @@ class TokenArchive:
                 )
             )
             self._ids = whole
+            if logs is not None and self._identity.same(log.identity):
+                remember(self._store, self._name, self._identity, log.namespace, [(start, logs)], whole)
         return self.info()
 
     def _replace(self, log: TokenLog) -> None:

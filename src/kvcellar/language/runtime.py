@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..identity import frame
+from .fields import RUNTIME_BYTES
 
 _KERNEL_CHOICE = ("ATEN_", "ONEDNN", "DNNL", "MKL_", "OPENBLAS", "CUBLAS", "NVIDIA_TF32", "TORCH_MKLDNN")
 
@@ -48,9 +49,10 @@ def runtime_facts(model: Any) -> dict[str, str]:
 
 
 def runtime_id(model: Any) -> bytes:
-    """The first 8 bytes of the SHA-256 over `runtime_facts`."""
+    """The first 4 bytes of the SHA-256 over `runtime_facts`."""
     facts = runtime_facts(model)
-    return hashlib.sha256(frame("kvcellar-runtime/1", [f"{key}={facts[key]}" for key in sorted(facts)])).digest()[:8]
+    told = frame("kvcellar-runtime/1", [f"{key}={facts[key]}" for key in sorted(facts)])
+    return hashlib.sha256(told).digest()[:RUNTIME_BYTES]
 
 
 def _processor() -> str:

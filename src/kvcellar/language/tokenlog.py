@@ -4,6 +4,10 @@ Whoever has the model has the cache: a forward pass over the ids makes it anew. 
 (`idcode`), under the model itself (`modelcode`), or both; `checks` says how near a replay came. The layout is normative
 in docs/format.md, "Token logs". One file is a few thousand bytes, so that it is read and checked as a whole, and an
 append writes it anew. No torch here: `kvcellar info` reads it.
+
+Of a page of text coded under the model the rest of the file would be a third, so it is kept short. Half of the
+identity's digest: 128 bits tell all models apart that nobody made to collide, and an identity guards against mistakes,
+not against attackers, who could write all of it. Four bytes of the runtime: the ids' checksum stands behind them.
 """
 
 from __future__ import annotations
@@ -19,27 +23,30 @@ from ..archive.format import TOKEN_LOG_MAGIC as MAGIC
 from ..archive.manifest import MAX_NAMESPACE
 from ..errors import ArchiveNotFound, DamagedArchive, InvalidInput, KVCellarError, NewerFormat, NotAnArchive
 from ..geometry import SLIDING, Geometry
-from ..identity import MAX_LABEL, MODEL, NAME, Identity
+from ..identity import HALF, MAX_LABEL, MODEL, NAME, Identity
 from ..recipe import Recipe, tokens_recipe
 from ..store.base import Reader
+from . import fields
 from .blocks import Segment, blocks_of
+from .fields import RUNTIME_BYTES
 
 VERSION = 1
 MAX_FILE = 1 << 30
 MAX_TOKENS = 1 << 26
 MAX_SKETCHES = 64
-_IDS, _CODED, _OF_MODEL = 1, 2, 4
+MAX_BLOCK = 1 << 31
+_IDS, _CODED, _OF_MODEL, _LABEL, _NAMESPACE, _GREW = 1, 2, 4, 8, 16, 32
 _PART = "token log"
 
 
 @dataclass(frozen=True, eq=False)
 class TokenLog:
-    """All that a token log holds.
+    """All that a token log holds. Of `identity` a file keeps the first half of the digest.
 
     `segments` say how the tokens were read; `sums` uint32 (blocks,) and `sketches` float32 (blocks, m) are the checks
-    of each `block` tokens of a segment (and of the windows of layers that slide). `ids` is the stream of the model-free
-    code, `coded` that under the model, and `runtime` what computed it, 8 bytes; one of the two is there. `ids_sum` is
-    the checksum of the ids.
+    of each `block` tokens of a segment (and of the windows of layers that slide); `block` is a power of two, as is m
+    unless it is 0. `ids` is the stream of the model-free code, `coded` that under the model, and `runtime` what
+    computed it, 4 bytes; one of the two is there. `ids_sum` is the checksum of the ids.
     """
 
     identity: Identity
@@ -52,7 +59,7 @@ class TokenLog:
     ids_sum: int
     ids: bytes | None = None
     coded: bytes | None = None
-    runtime: bytes = bytes(8)
+    runtime: bytes = bytes(RUNTIME_BYTES)
 
     @property
     def tokens(self) -> int:
@@ -89,13 +96,16 @@ class TokenLog:
         flags |= _OF_MODEL * (self.identity.kind == MODEL)
         # a model's label says nothing that its digest does not, and takes a tenth of what a coded page of text does
         label = "" if self.identity.kind == MODEL and self.ids is None else self.identity.label
-        out = [MAGIC, bytes([VERSION, flags]), bytes.fromhex(self.identity.digest)]
-        out += [_text(label), _text(self.namespace), self.geometry.pack(), _number(len(self.segments))]
-        out += [_number(number) for segment in self.segments for number in segment]
-        out += [_number(self.block), _number(self.sketches.shape[1]), struct.pack("<I", self.ids_sum)]
+        flags |= _LABEL * bool(label) | _NAMESPACE * bool(self.namespace) | _GREW * (len(self.segments) > 1)
+        out = [MAGIC, bytes([VERSION, flags]), bytes.fromhex(self.identity.digest[:HALF])]
+        out += [fields.text(text) for text in (label, self.namespace) if text]
+        out += [fields.geometry(self.geometry), fields.number(len(self.segments)) if flags & _GREW else b""]
+        out += [fields.number(number) for segment in self.segments for number in segment]
+        out += [bytes([_checked(self.block, self.sketches.shape[1])]), struct.pack("<I", self.ids_sum)]
         out += [self.sums.astype("<u4").tobytes(), self.sketches.astype("<f4").tobytes()]
-        out += [] if self.ids is None else [_number(len(self.ids)), self.ids]
-        out += [] if self.coded is None else [self.runtime, _number(len(self.coded)), self.coded]
+        if self.ids is not None and self.coded is not None:
+            out.append(fields.number(len(self.ids)))  # the last stream ends where the file does
+        out += [self.ids or b"", self.runtime if self.coded is not None else b"", self.coded or b""]
         body = b"".join(out)
         return body + struct.pack("<I", _sum(body))
 
@@ -112,35 +122,35 @@ class TokenLog:
             return cls._unpacked(data[:-4])
         except DamagedArchive:
             raise
-        except (ValueError, IndexError, struct.error, UnicodeDecodeError, KVCellarError) as error:
+        except (ValueError, struct.error, UnicodeDecodeError, KVCellarError) as error:
             raise DamagedArchive(_PART, f"{name} cannot be read ({error})") from error
 
     @classmethod
     def _unpacked(cls, data: bytes) -> TokenLog:
-        flags, take = data[5], _Cursor(data, 6)
-        if flags & ~7 or not flags & (_IDS | _CODED):
+        flags, take = data[5], fields.Cursor(data, 6)
+        if flags & ~63 or not flags & (_IDS | _CODED):
             raise ValueError(f"flags {flags:#x}")
-        digest = take.taken(32).hex()
-        label, namespace = take.text(MAX_LABEL), take.text(MAX_NAMESPACE)
+        digest = take.taken(HALF // 2).hex()
+        label = take.text(MAX_LABEL) if flags & _LABEL else ""
+        namespace = take.text(MAX_NAMESPACE) if flags & _NAMESPACE else ""
         identity = Identity(MODEL if flags & _OF_MODEL else NAME, digest, label)
-        geometry, take.at = Geometry.unpack(data, take.at, _PART)
-        segments = tuple(Segment(take.number(), take.number()) for _ in range(take.count(2)))
-        block, sketches = take.number(), take.number()
+        geometry = take.geometry()
+        segments = tuple(Segment(take.number(), take.number()) for _ in range(take.count(2) if flags & _GREW else 1))
+        (checked,) = take.taken(1)
+        block, sketches = 1 << (checked & 31), 1 << (checked >> 5) >> 1
         tokens = sum(segment.tokens for segment in segments)
-        if not all(min(segment) > 0 for segment in segments) or not 0 < tokens <= MAX_TOKENS or not block:
-            raise ValueError(f"{tokens} tokens in {len(segments)} segments, checked by {block}")
+        if not all(min(segment) > 0 for segment in segments) or not 0 < tokens <= MAX_TOKENS:
+            raise ValueError(f"{tokens} tokens in {len(segments)} segments")
         (ids_sum,) = struct.unpack("<I", take.taken(4))
         windows = any(layer.kind == SLIDING for layer in geometry.layers)
         count = sum(-(-segment.tokens // block) for segment in segments) + windows
-        if sketches > MAX_SKETCHES:
-            raise ValueError(f"{sketches} sums a block")
         sums = np.frombuffer(take.taken(4 * count), "<u4")
         drawn = np.frombuffer(take.taken(4 * count * sketches), "<f4").reshape(count, sketches)
-        ids = take.taken(take.number()) if flags & _IDS else None
-        runtime = take.taken(8) if flags & _CODED else bytes(8)
-        coded = take.taken(take.number()) if flags & _CODED else None
-        if take.at != len(data):
-            raise ValueError(f"{len(data) - take.at} bytes too many")
+        ids = None
+        if flags & _IDS:
+            ids = take.taken(take.number()) if flags & _CODED else take.rest()
+        runtime = take.taken(RUNTIME_BYTES) if flags & _CODED else bytes(RUNTIME_BYTES)
+        coded = take.rest() if flags & _CODED else None
         return cls(identity, geometry, namespace, segments, block, sums, drawn, ids_sum, ids, coded, runtime)
 
     @classmethod
@@ -165,54 +175,12 @@ def sum_of(ids: np.ndarray) -> int:
     return _sum(np.ascontiguousarray(ids, "<i8").tobytes())
 
 
+def _checked(block: int, sketches: int) -> int:
+    """The byte that says how much is checked: log2 of `block`, and 32 times 0 for no sketch, else log2 of m and 1."""
+    if block.bit_count() != 1 or block > MAX_BLOCK or sketches.bit_count() > 1 or sketches > MAX_SKETCHES:
+        raise InvalidInput(f"blocks of {block} tokens with {sketches} sums; expected powers of two")
+    return block.bit_length() - 1 | sketches.bit_length() << 5
+
+
 def _sum(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data) & 0xFFFFFFFF
-
-
-def _number(value: int) -> bytes:
-    """Seven bits a byte, lowest first, the top bit set on all but the last."""
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def _text(text: str) -> bytes:
-    raw = text.encode()
-    return _number(len(raw)) + raw
-
-
-class _Cursor:
-    """Reads a log's fields one by one; a length that passes the end is a ValueError before anything is made for it."""
-
-    def __init__(self, data: bytes, at: int):
-        self.data, self.at = data, at
-
-    def taken(self, count: int) -> bytes:
-        if count > len(self.data) - self.at:
-            raise ValueError(f"{count} bytes at {self.at} of {len(self.data)}")
-        self.at += count
-        return self.data[self.at - count : self.at]
-
-    def number(self) -> int:
-        value = 0
-        for shift in range(0, 63, 7):
-            (byte,) = self.taken(1)
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-        raise ValueError(f"a number of more than 63 bits at {self.at}")
-
-    def count(self, least: int) -> int:
-        """How many things of at least so many bytes each follow."""
-        count = self.number()
-        if count * least > len(self.data) - self.at:
-            raise ValueError(f"{count} segments at {self.at} of {len(self.data)} bytes")
-        return count
-
-    def text(self, limit: int) -> str:
-        text = self.taken(self.number()).decode()
-        if len(text) > limit:
-            raise ValueError(f"text of {len(text)} characters; at most {limit}")
-        return text

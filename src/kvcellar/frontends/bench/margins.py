@@ -26,7 +26,7 @@ from ..cli.models import LocalModel, empty_cache, held_in
 from ..library import open as open_archive
 from ..library import save
 from .peers import coded_by, gives_cache
-from .reference import References, empty_positions
+from .reference import References, empty_positions, known_log2_probs
 from .run import FLOOR_EMPTY, ROW, peer_folder, result_folder
 from .scorer import Scorer
 from .tasks import Scored, retained, scored
@@ -77,7 +77,7 @@ class TaskBench:
             with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as scratch:
                 path = Path(scratch) / "task.kvc"
                 with open_archive(self._archive(task), identity=self.local.identity) as original:
-                    tokens, cache = original.tokens, original.restore().cache
+                    tokens, cache = original.tokens.tolist(), original.restore().cache
                 save(
                     path,
                     cache,
@@ -85,6 +85,7 @@ class TaskBench:
                     identity=self.local.identity,
                     recipe=recipe,
                     profile=profile,
+                    log2_probs=known_log2_probs(self.local, tokens, self.folder / f"{_key(task)}.log2.npy"),
                     replay_with=self.local.model,
                 )
                 return scorer[0].ask(path, len(tokens), asdict(task))

@@ -25,18 +25,35 @@ CODING = ("payload", "token_ids")
 
 
 def by_length(
-    cache: KVCache, ids: Sequence[int], recipe: Recipe, profile: Profile, identity: Identity, lengths: Sequence[int]
+    cache: KVCache,
+    ids: Sequence[int],
+    recipe: Recipe,
+    profile: Profile,
+    identity: Identity,
+    lengths: Sequence[int],
+    log2_probs: np.ndarray | None = None,
 ) -> list[dict[str, Any]]:
     """For each length: bytes per token of the whole `file`, of its `payload` (ids included), and `coarse`, bytes that
-    code a coarse token, its id included; None where no token is coarse. Raises InvalidInput for a longer length than
-    the cache's."""
+    code a coarse token, its id included; None where no token is coarse. `log2_probs` are told as `save` takes them.
+
+    Raises InvalidInput for a longer length than the cache's.
+    """
     if max(lengths) > len(cache):
         raise InvalidInput(f"{max(lengths):,} tokens of a cache of {len(cache):,}")
     found = []
     for length in lengths:
         with tempfile.TemporaryDirectory(prefix="kvcellar-rate-") as scratch:
             path, part = Path(scratch) / "context.kvc", cache.tokens(0, length)
-            save(path, part, tokens=list(ids[:length]), identity=identity, recipe=recipe, profile=profile)
+            told = None if log2_probs is None else log2_probs[:length]
+            save(
+                path,
+                part,
+                tokens=list(ids[:length]),
+                identity=identity,
+                recipe=recipe,
+                profile=profile,
+                log2_probs=told,
+            )
             sizes, (coarse, tokens) = bytes_by_part(path), coarse_bytes(path, profile)
             row = {"tokens": length, "file": sum(sizes.values()) / length}
             row |= {"payload": sum(sizes[name] for name in CODING) / length}

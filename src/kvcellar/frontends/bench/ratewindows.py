@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float32, Float64
 from torch import Tensor
 
 from ...cache import KVCache, LayerKV
@@ -100,9 +100,12 @@ def chosen(
     return list(found)
 
 
-def cache_of(local: LocalModel, ids: Sequence[int]) -> KVCache:
+def cache_of(local: LocalModel, ids: Sequence[int], told: Float32[np.ndarray, " tokens"] | None = None) -> KVCache:
+    """The cache of `ids` as the model would hold it; log2 of what it thought of each goes into `told`."""
     cache = empty_cache()
-    local.prefill(list(ids), cache, quiet=True)
+    said = local.prefill(list(ids), cache, quiet=True, probabilities=told is not None)
+    if told is not None and said is not None:
+        told[:] = said
     return take_cache(held_in(cache, getattr(local, "cache_dtype", local.model.dtype)))
 
 

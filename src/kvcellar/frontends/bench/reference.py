@@ -9,10 +9,14 @@ a bit-exact recipe has a divergence of exactly 0.
 
 The first continuation token is fed but not scored: what predicts it is the prefix's last forward pass, which no
 cache touches. Kept per model, torch version, dtype and thread count, since kernels differ in the last bits.
+
+What the model thought of the prefix's own tokens is told to `save`, as `kvcellar save` does: made by a prefill of its
+own when a recipe first asks, and kept beside the rest.
 """
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,12 +24,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float32
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...evaluate.scores import score_logits
 from ...evaluate.texts import Window
 from ...profile import home
+from ...store.local import LocalStore
 from ..cli.common import progress
 from ..cli.models import LocalModel, empty_cache, held_in
 from ..library import open as open_archive
@@ -85,6 +91,26 @@ def write_empty_scores(expected: Mapping[str, Tensor], out: Path) -> None:
     _write_npz(out, **scores, nll_empty=scores["nll"])
 
 
+def known_log2_probs(local: LocalModel, ids: Sequence[int], path: Path) -> Float32[np.ndarray, " tokens"]:
+    """log2 of the model's probability of each of `ids` given those before it, 0 for the first, which is given.
+
+    Kept in the npy file at `path`; made anew where that is not one of so many numbers.
+    """
+    try:
+        kept: np.ndarray = np.load(path, allow_pickle=False)
+        if kept.dtype == np.float32 and kept.shape == (len(ids),):
+            return kept
+    except (OSError, ValueError, EOFError):
+        pass
+    told = local.prefill(list(ids), empty_cache(), quiet=True, probabilities=True)
+    assert told is not None
+    data = io.BytesIO()
+    np.save(data, told, allow_pickle=False)
+    with LocalStore(path.parent).replacing(path.name) as pending:
+        pending.append(data.getvalue())
+    return told
+
+
 def _write_npz(out: Path, **scores: np.ndarray) -> None:
     with out.open("wb") as file:
         np.savez(file, allow_pickle=False, **scores)
@@ -105,6 +131,10 @@ class References:
 
     def logits_file(self, window: Window) -> Path:
         return self.folder / f"{key(window)}.safetensors"
+
+    def log2_probs(self, window: Window) -> Float32[np.ndarray, " tokens"]:
+        """What the model thought of each token of the prefix, as `save` takes it."""
+        return known_log2_probs(self.local, window.ids[: window.prefix], self.folder / f"{key(window)}.log2.npy")
 
     def ensure(self, windows: Sequence[Window], *, quiet: bool) -> None:
         """Compute what is missing; an interrupted run goes on where it stopped."""

@@ -164,6 +164,7 @@ class Bench:
     ) -> tuple[Any, float, Any]:
         """What saving the window's cache says and how long it takes, and what `then` makes of the file."""
         cache, prefix = self.original(window), window.ids[: window.prefix]
+        told = self.references.log2_probs(window)
         with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as scratch:
             path = Path(scratch) / "window.kvc"
             started = time.perf_counter()
@@ -174,6 +175,7 @@ class Bench:
                 identity=self.local.identity,
                 recipe=recipe,
                 profile=profile,
+                log2_probs=told,
                 replay_with=self.local.model,
             )
             save_s = time.perf_counter() - started

@@ -185,7 +185,7 @@ def remembered_identity(folder: Path, dtype: str, model: Any) -> Identity:
 def folder_of(identity: Identity) -> Path:
     """The folder where this machine last saw the model with `identity`. Raises InvalidInput when it never did."""
     for entry in _remembered().values():
-        if entry["identity"]["digest"] == identity.digest and Path(entry["folder"]).is_dir():
+        if Identity(**entry["identity"]).same(identity) and Path(entry["folder"]).is_dir():
             return Path(entry["folder"])
     raise InvalidInput(f"no folder known for {identity}; name it with --model DIR")
 

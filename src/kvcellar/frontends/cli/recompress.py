@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .common import emit, facts, human_bytes, json_option, namespace_option, progress
 from .recipes import chosen_recipe, recipe_option, require_one, target_kl_option
+
+if TYPE_CHECKING:
+    from ...recipe import Recipe
 
 
 @click.command("recompress")
@@ -16,6 +21,12 @@ from .recipes import chosen_recipe, recipe_option, require_one, target_kl_option
 @click.argument("out", type=click.Path(dir_okay=False))
 @recipe_option
 @target_kl_option
+@click.option(
+    "--model",
+    "model_dir",
+    type=click.Path(exists=True, file_okay=False),
+    help="Folder of the model, where a recipe runs it. Default: where this machine last saw it.",
+)
 @click.option("--embed-profile", is_flag=True, help="Store the new recipe's profile inside OUT.")
 @namespace_option
 @json_option
@@ -24,11 +35,12 @@ def command(
     out: str,
     recipe: str | None,
     target_kl: float | None,
+    model_dir: str | None,
     embed_profile: bool,
     namespace: str,
     as_json: bool,
 ) -> None:
-    """Write the archive FILE to OUT under another recipe. No model is needed.
+    """Write the archive FILE to OUT under another recipe. No model is needed, but where a recipe runs it (replay-N).
 
     From a bit-exact archive OUT becomes what `save` would have made. What a lossy recipe has lost stays lost, so
     another lossy one adds to it, and OUT says through which recipes its values have been. Under the recipe that FILE
@@ -50,7 +62,7 @@ def command(
     if target_kl is not None:
         wanted, profile = recipe_of_archive(target_kl, file, namespace)
     assert wanted is not None
-    tokens = _tokens(file, namespace)
+    tokens, model = _tokens(file, namespace), _model(file, namespace, wanted, model_dir, quiet=as_json)
     started = time.perf_counter()
     with progress(f"recompress {tokens:,} tokens", tokens, quiet=as_json) as advance:
         made = recompress(
@@ -59,6 +71,7 @@ def command(
             profile=profile,
             namespace=namespace,
             embed_profile=embed_profile,
+            replay_with=model,
             progress=advance,
         )
     seconds = time.perf_counter() - started
@@ -89,6 +102,30 @@ def command(
 
 def _ratio(before: int, after: int) -> str:
     return f"{before / after:.3g} x smaller" if after <= before else f"{after / before:.3g} x larger"
+
+
+def _model(file: str, namespace: str, wanted: Recipe, model_dir: str | None, *, quiet: bool) -> Any:
+    """The archive's model in the dtype of its cache, if a folder is given or the old recipe or the new one runs it."""
+    from ...archive.reader import ArchiveReader
+    from ...identity import require_same
+    from ...store.local import LocalStore
+    from .models import LocalModel, folder_of
+    from .tokens import is_tokens
+
+    store, name = LocalStore.at(file)
+    with ArchiveReader(store.open_reader(name), namespace) as archive:
+        manifest = archive.manifest
+    runs = any((recipe.predict or {}).get("layers") for recipe in (wanted, manifest.recipe))
+    runs |= is_tokens(wanted) and (manifest.recipe.quantize is not None or bool(wanted.symbols.get("model_coded")))
+    if model_dir is None and not runs:
+        return None
+    folder = model_dir or folder_of(manifest.identity)
+    if not quiet:
+        click.echo(f"loading {Path(folder).name} …", err=True)
+    ran_in = next(layer.key.dtype for layer in manifest.geometry.layers if layer.key.width)
+    local = LocalModel(folder, ran_in)
+    require_same(manifest.identity, local.identity, file)
+    return local.model
 
 
 def _tokens(file: str, namespace: str) -> int:

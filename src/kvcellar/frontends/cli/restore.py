@@ -96,7 +96,7 @@ def command(
         archive: Any = stack.enter_context(open_archive(file, identity=who, namespace=namespace, replay_with=model))
         manifest, info = archive.manifest, archive.info()
         if replayed:
-            archive = stack.enter_context(replayed_archive(archive, local.model, goal.parent, quiet=as_json))
+            archive = stack.enter_context(replayed_archive(archive, local, goal.parent, quiet=as_json))
         spans = ranges(positions, len(archive), "--positions")
         layers = [index for span in ranges(chosen_layers, info.layers, "--layers") for index in span]
         result = _written(archive, manifest.recipe, goal, spans, layers, dtype, quiet=as_json)

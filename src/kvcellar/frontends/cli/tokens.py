@@ -18,6 +18,7 @@ from .common import facts, human_bytes, progress
 if TYPE_CHECKING:
     from ...archive.info import ArchiveInfo
     from ...language.tokenlog import TokenLog
+    from .models import LocalModel
 
 
 def is_tokens(recipe: Recipe) -> bool:
@@ -90,15 +91,15 @@ def stored_ids(archive: Any, *, quiet: bool) -> list[int]:
 
 
 @contextmanager
-def replayed_archive(archive: Any, model: Any, folder: Path, *, quiet: bool) -> Iterator[Any]:
+def replayed_archive(archive: Any, local: LocalModel, folder: Path, *, quiet: bool) -> Iterator[Any]:
     """What a token log stands for as an exact archive in a folder of its own in `folder`, gone afterwards."""
     from ..library import open as open_archive
     from ..library import save
 
-    restored = restored_with_progress(archive, quiet=quiet, model=model)
-    manifest = archive.manifest
+    restored = restored_with_progress(archive, quiet=quiet, model=local.model)
+    who, namespace = local.identity, archive.manifest.namespace  # of the log's own identity half is not known
     with tempfile.TemporaryDirectory(dir=folder, prefix=".kvcellar-replay-") as made:
         path = Path(made) / "replay.kvc"
-        save(path, restored.cache, tokens=archive.tokens, identity=manifest.identity, namespace=manifest.namespace)
-        with open_archive(path, identity=manifest.identity, namespace=manifest.namespace) as exact:
+        save(path, restored.cache, tokens=archive.tokens, identity=who, namespace=namespace)
+        with open_archive(path, identity=who, namespace=namespace) as exact:
             yield exact
