@@ -26,13 +26,15 @@ def main() -> int:
     if (RESULTS / "quantizers.json").is_file():  # twenty minutes of both cores
         tables[QUANTIZERS] = {"study": _study(json.loads((RESULTS / "quantizers.json").read_text()))}
     for page, name, file, table in (
-        (EVALUATION, "encyclopedia", "bench-encyclopedia", _encyclopedia),
+        (EVALUATION, "encyclopedia", "bench-encyclopedia", _articles),
+        (EVALUATION, "long", "bench-long", _articles),
+        (EVALUATION, "same-run", "bench-same-run", _articles),
         (EVALUATION, "peers", "peers_validation", _peers),
         (RISK, "reduced", "reduce", _reduced),
     ):
         path = RESULTS / f"{file}.json"
         if path.is_file():  # up to half an hour of both cores each
-            tables.setdefault(page, {})[name] = table(json.loads(path.read_text()))
+            tables.setdefault(page, {})[name] = table({**json.loads(path.read_text()), "file": path.name})
     stale = []
     for page, named in tables.items():
         fresh = text = page.read_text()
@@ -182,7 +184,7 @@ def _study(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _encyclopedia(result: dict[str, Any]) -> str:
+def _articles(result: dict[str, Any]) -> str:
     """Recipes, peers and floors on windows of one kind of text, with the intervals that goals are held against."""
     table = [
         ("", "payload, B/token", "whole file", "KL [95 %]", "Δppl", "RCB [95 %]"),
@@ -195,16 +197,21 @@ def _encyclopedia(result: dict[str, Any]) -> str:
                 f"`{row['recipe']}`",
                 "–" if not payload else f"{payload:,.1f}",
                 "–" if not size else f"{size:,.0f}",
-                f"{row['kl']:.4f} [{row['kl_ci'][0]:.4f}, {row['kl_ci'][1]:.4f}]",
+                _with_interval(row, "kl", ".4f"),
                 f"{100 * row['dppl']:+.2f} %",
-                f"{row['rcb']:.3f} [{row['rcb_ci'][0]:.3f}, {row['rcb_ci'][1]:.3f}]",
+                _with_interval(row, "rcb", ".3f"),
             )
         )
     where = (
         f"{len(result['windows'])} articles of WikiText-2's test text, {result['rows'][0]['tokens']:,} + 384 tokens "
-        f"each, commit {result['machine']['commit']}; from `benchmarks/results/bench-encyclopedia.json`."
+        f"each, commit {result['machine']['commit']}; from `benchmarks/results/{result['file']}`."
     )
     return "\n".join([where, "", *("| " + " | ".join(row) + " |" for row in table)])
+
+
+def _with_interval(row: dict[str, Any], name: str, form: str) -> str:
+    value, ends = row[name], row[f"{name}_ci"]
+    return "–" if value is None else f"{value:{form}}" + (f" [{ends[0]:{form}}, {ends[1]:{form}}]" if ends else "")
 
 
 def _peers(result: dict[str, Any]) -> str:

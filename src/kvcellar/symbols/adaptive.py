@@ -137,7 +137,7 @@ def trained(symbols: Iterable[tuple[range, int, np.ndarray]]) -> dict[str, np.nd
     """Tables by name, ``LAYER.WHICH.FIELD``, from symbols (T, C) of samples.
 
     Each comes with its group's layers and its place among their arrays, which follow each other, those of coarse
-    tokens before those of fine ones.
+    tokens before those of fine ones. Arrays that are alike, as the exponents under several steps are, share tables.
     """
     parts: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
     before: list[np.ndarray] = []
@@ -147,7 +147,13 @@ def trained(symbols: Iterable[tuple[range, int, np.ndarray]]) -> dict[str, np.nd
             *_, (_, notes) = _noted(before)
             cut = [slice(i, i + PART_TOKENS) for i in range(0, len(notes), PART_TOKENS)]
             parts.setdefault((layers.start, which), []).extend((array[rows], notes[rows]) for rows in cut)
-    made = {place: Tables.train(arrays) for place, arrays in sorted(parts.items())}
+    made: dict[tuple[int, int], Tables] = {}
+    seen = set()
+    for (layer, which), arrays in sorted(parts.items()):
+        alike = layer, b"".join(part.tobytes() for both in arrays for part in both)
+        if alike not in seen:
+            seen.add(alike)
+            made[layer, which] = Tables.train(arrays)
     return {f"{layer}.{which}.{name}": getattr(t, name) for (layer, which), t in made.items() for name in FIELDS}
 
 
