@@ -141,12 +141,14 @@ def test_zeros_are_padded_to_the_expansion_limit() -> None:
             _decoded(wrong, [zeros])
 
 
-def test_arrays_that_are_alike_share_tables() -> None:
+def test_single_columns_that_are_alike_share_tables() -> None:
     """Presets differ in the step alone, so their exponents are the same: once is enough in a profile."""
-    first, other = _noted(80)
-    alike = trained([(LAYERS, 0, first), (LAYERS, 1, other), (LAYERS, 2, first), (NOTED, 0, first)])
-    known = {tuple(map(int, name.split(".")[:2])) for name in alike}
-    assert known == {(LAYERS.start, 0), (LAYERS.start, 1), (NOTED.start, 0)}
+    exponents, coefficients = _noted(300)
+    alike, unlike = _noted(300, seed=1)[0], 20 + exponents % 2
+    arrays = (exponents, coefficients, alike, coefficients, unlike)
+    made = trained([*((LAYERS, which, array) for which, array in enumerate(arrays)), (NOTED, 0, exponents)])
+    known = {tuple(map(int, name.split(".")[:2])) for name in made}
+    assert known == {(LAYERS.start, 0), (LAYERS.start, 1), (LAYERS.start, 3), (LAYERS.start, 4), (NOTED.start, 0)}
 
 
 def test_same_bytes_every_time_and_after_a_profile_came_back() -> None:

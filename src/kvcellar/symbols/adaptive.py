@@ -37,6 +37,7 @@ MAX_COLUMNS = 1 << 24
 PART = "block part"
 PART_TOKENS = 256  # how the symbols of calibration text are cut
 TRAINING_TOKENS = 16_384
+ENOUGH = 1.02  # times its own bytes
 _TRIED_ROWS = 32
 _SYMBOL_BYTES = 96  # more than one can take
 _DTYPES = ("int8", "int16", "int32", "uint8", "uint16")
@@ -137,7 +138,8 @@ def trained(symbols: Iterable[tuple[range, int, np.ndarray]]) -> dict[str, np.nd
     """Tables by name, ``LAYER.WHICH.FIELD``, from symbols (T, C) of samples.
 
     Each comes with its group's layers and its place among their arrays, which follow each other, those of coarse
-    tokens before those of fine ones. Arrays that are alike, as the exponents under several steps are, share tables.
+    tokens before those of fine ones. A single column that another's tables code as well gets none: the exponents under
+    several steps are the same.
     """
     parts: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
     before: list[np.ndarray] = []
@@ -148,13 +150,17 @@ def trained(symbols: Iterable[tuple[range, int, np.ndarray]]) -> dict[str, np.nd
             cut = [slice(i, i + PART_TOKENS) for i in range(0, len(notes), PART_TOKENS)]
             parts.setdefault((layers.start, which), []).extend((array[rows], notes[rows]) for rows in cut)
     made: dict[tuple[int, int], Tables] = {}
-    seen = set()
     for (layer, which), arrays in sorted(parts.items()):
-        alike = layer, b"".join(part.tobytes() for both in arrays for part in both)
-        if alike not in seen:
-            seen.add(alike)
-            made[layer, which] = Tables.train(arrays)
+        own = Tables.train(arrays)
+        known = [t for (at, _), t in made.items() if at == layer and t.columns == own.columns == 1]
+        if not known or min(_length(arrays, t) for t in known) > ENOUGH * _length(arrays, own):
+            made[layer, which] = own
     return {f"{layer}.{which}.{name}": getattr(t, name) for (layer, which), t in made.items() for name in FIELDS}
+
+
+def _length(arrays: Sequence[tuple[np.ndarray, np.ndarray]], tables: Tables) -> int:
+    """Bytes of arrays (T, C) with their notes, each beginning with `tables`."""
+    return sum(len(_encode([(np.ascontiguousarray(array, np.int32), notes, tables)])) for array, notes in arrays)
 
 
 def _noted(arrays: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
