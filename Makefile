@@ -41,6 +41,7 @@ bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/kvcellar bench --windows 24 --recipes $(LOSSY) --out benchmarks/results/bench-lossy.json --plot docs/rate-quality-lossy.png
 	$(BIN)/kvcellar bench --windows 4 --continuation 128 --recipes $(LOSSY) --out benchmarks/results/bench-speed.json
 	$(BIN)/kvcellar bench --text ../shared/data/wt2_test.txt --windows 49 --recipes cellar,cellar-small,cellar-fine --out benchmarks/results/bench-encyclopedia.json
+	$(BIN)/kvcellar bench --long --windows 6 --text ../shared/data/wt2_test.txt --recipes cellar,cellar-small,cellar-fine --out benchmarks/results/bench-long.json
 	$(BIN)/kvcellar bench --windows 8 --recipes turbo-4,turbo-3,turbo-2,fractal --peers turboquant-4,turboquant-3,turboquant-2,nexusquant-k4v4,nexusquant-k3v3,nexusquant-k3v2,nexusquant-k2v2 --out benchmarks/results/bench-turbo.json
 	$(BIN)/kvcellar bench reduce --windows 8 --methods matching,streaming,random --seeds 5 --peers compactor,kvzip --out benchmarks/results/reduce.json --plot docs/reduce-quality.png
 	$(BIN)/kvcellar bench quantizers --out benchmarks/results/quantizers.json

@@ -28,7 +28,6 @@ def main() -> int:
     for page, name, file, table in (
         (EVALUATION, "encyclopedia", "bench-encyclopedia", _articles),
         (EVALUATION, "long", "bench-long", _articles),
-        (EVALUATION, "same-run", "bench-same-run", _articles),
         (EVALUATION, "peers", "peers_validation", _peers),
         (RISK, "reduced", "reduce", _reduced),
     ):
