@@ -43,6 +43,7 @@ bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/kvcellar bench --text ../shared/data/wt2_test.txt --windows 49 --recipes cellar,cellar-small,cellar-fine --out benchmarks/results/bench-encyclopedia.json
 	$(BIN)/kvcellar bench --long --windows 6 --text ../shared/data/wt2_test.txt --recipes cellar,cellar-small,cellar-fine --out benchmarks/results/bench-long.json
 	$(BIN)/kvcellar bench --windows 8 --recipes turbo-4,turbo-3,turbo-2,fractal --peers turboquant-4,turboquant-3,turboquant-2,nexusquant-k4v4,nexusquant-k3v3,nexusquant-k3v2,nexusquant-k2v2 --out benchmarks/results/bench-turbo.json
+	$(BIN)/python benchmarks/baselines/validate_turbo.py
 	$(BIN)/kvcellar bench reduce --windows 8 --methods matching,streaming,random --seeds 5 --peers compactor,kvzip --out benchmarks/results/reduce.json --plot docs/reduce-quality.png
 	$(BIN)/kvcellar bench quantizers --out benchmarks/results/quantizers.json
 	$(BIN)/kvcellar bench rate --windows 12 --out benchmarks/results/rate.json --plot docs/rate.png

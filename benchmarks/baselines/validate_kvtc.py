@@ -2,10 +2,8 @@
 
     python benchmarks/baselines/validate_kvtc.py [--model DIR] [--data DIR] [--keep DIR] [--dtype bfloat16]
 
-Windows of DESIGN's prototype: detokenised wt2_test, tokens [2000 i, 2000 i + 1408), i < 8, no BOS. 1,024 tokens are
-prefilled, all but 4 sinks and 32 recent ones coded, and the next 384 read behind the restored cache (teacher forcing).
-KL in nats per token against the uncompressed cache; Δppl from the same logits. Calibration: 20 windows of 1,024 tokens
-of wt2_valid one after the other, 988 of each, those that would be coded.
+Windows and measures of DESIGN's prototype (`prototype.py`). Calibration: 20 windows of 1,024 tokens of wt2_valid one
+after the other, 988 of each, those that would be coded.
 
 Two views of the same curve, since DESIGN gives the prototype's KL with one or two digits and its step sizes not at all:
 bytes at its KL, interpolated, with the range of its rounding; and bytes and KL at the steps that give its bytes.
@@ -22,11 +20,10 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -34,36 +31,20 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from baselines import allocation, calibration, klt, kvtc, rotary
+from baselines import allocation, calibration, klt, kvtc, prototype, rotary
+from baselines.prototype import CODED, PREFIX, SCORED, WINDOWS, Window, around, measured, reference, say, test_windows
 from baselines.rotary import Pairs, frequencies, layers, matrices
 from baselines.text import windows
 from common import RESULTS, add_model, machine, rounded, write_result
 from kvcellar.profile import home
 
-PREFIX, SCORED, WINDOWS, STRIDE = 1024, 384, 8, 2000
 CALIBRATION = (20, 1024)
-CODED = PREFIX - kvtc.SINKS - kvtc.RECENT
 STEPS = {0.6: (0.5, 0.6, 1.2, 1.4), 0.5: (0.65, 1.5)}  # by dead zone
 INFERRED = {0.6: (0.5, 1.2)}  # where the prototype's bytes come out
 BUDGETS = (2000, 4500, 13000)  # bits per token before DEFLATE
 GOALS = ((0.008, 1474.0), (0.035, 613.0))  # KL, B/token
 DIGIT = 0.0005  # the prototype's KL is rounded to thousandths
 TOLERANCE = 0.05
-
-
-class Window(NamedTuple):
-    """Token ids (1408,), the uncompressed cache of the first 1,024, and log-probabilities (384, V) behind it."""
-
-    ids: Tensor
-    pairs: Pairs
-    reference: Tensor
-
-
-class Harm(NamedTuple):
-    """Nats per token: KL to the uncompressed cache, and the rise of the loss."""
-
-    kl: float
-    loss: float
 
 
 def main() -> None:
@@ -77,7 +58,7 @@ def main() -> None:
     model = load(options.model, getattr(torch, options.dtype))
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tune = windows(options.data / "wt2_valid.txt", tokenizer, *CALIBRATION, CALIBRATION[1])
-    test = windows(options.data / "wt2_test.txt", tokenizer, WINDOWS, PREFIX + SCORED, STRIDE)
+    test = test_windows(options.data, tokenizer)
     reused = bool(options.keep and _calibration_file(options.keep).exists())
     kept = home() / "baselines" / f"kvtc-validation-{_key(model, tune, test)}.json"
     parts = cache(lambda: _gathered(model, tune, options.keep))
@@ -110,7 +91,7 @@ def _key(model: Any, tune: Tensor, test: Tensor) -> str:
     """What a point depends on: the model and its dtype, all tokens, and the source of this and of what it measures."""
     from kvcellar.frontends.fingerprint import identity_of_model
 
-    modules = (allocation, calibration, klt, kvtc, rotary)
+    modules = (allocation, calibration, klt, kvtc, prototype, rotary)
     source = [Path(str(at)).read_text(encoding="utf-8") for at in (__file__, *(m.__file__ for m in modules))]
     said = [identity_of_model(model).digest, str(model.dtype), torch.__version__, tune.tolist(), test.tolist(), source]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
@@ -125,7 +106,7 @@ def _point(kept: Path, name: str, measure: Callable[[], dict[str, Any]]) -> dict
         part = kept.with_suffix(".part")
         part.write_text(json.dumps(done), encoding="utf-8")
         part.replace(kept)
-    _say(_line(done[name]))
+    say(_line(done[name]))
     return done[name]
 
 
@@ -167,41 +148,12 @@ def _gathered(model: Any, tune: Tensor, keep: Path | None) -> list[tuple[Tensor,
     parts = []
     for pair in calibration.read(model, tune):
         parts.append(pair)
-        _say(f"read {len(parts)} of {len(tune)} windows")
+        say(f"read {len(parts)} of {len(tune)} windows")
     if path:
         safetensors.torch.save_file(
             {f"{s}{i}": x for i, p in enumerate(parts) for s, x in zip("kv", p, strict=True)}, path
         )
     return parts
-
-
-@torch.inference_mode()
-def reference(model: Any, ids: Tensor) -> Window:
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    model(ids[None, :PREFIX], cache=cache, use_cache=True, logits_to_keep=1)
-    pairs = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    return Window(ids, pairs, _continued(model, ids, cache))
-
-
-def _continued(model: Any, ids: Tensor, cache: Any) -> Tensor:
-    logits = model(ids[None, PREFIX:], cache=cache, use_cache=True).logits[0]
-    return torch.log_softmax(logits.float(), -1)
-
-
-@torch.inference_mode()
-def harm(model: Any, window: Window, pairs: Pairs) -> Harm:
-    """What reading the continuation behind `pairs` costs. The last of the 384 has no next token for the loss."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    for i, (keys, values) in enumerate(pairs):
-        cache.update(keys, values, i)
-    got, want = _continued(model, window.ids, cache), window.reference
-    kl = (want.exp() * (want - got)).sum(-1).mean()
-    following = window.ids[PREFIX + 1 :, None]
-    return Harm(float(kl), float((want[:-1].gather(1, following) - got[:-1].gather(1, following)).mean()))
 
 
 def grouped_point(model: Any, uncompressed: list[Window], coder: klt.GroupedKLT, size: float, zone: float) -> dict:
@@ -212,15 +164,11 @@ def grouped_point(model: Any, uncompressed: list[Window], coder: klt.GroupedKLT,
     def restored(window: Window) -> tuple[Pairs, float, float]:
         done = klt.measure(coder, step, *matrices(window.pairs, inv_freq, kvtc.SINKS, PREFIX - kvtc.RECENT))
         middle = layers(done.keys, done.values, inv_freq, coder.shape, kvtc.SINKS)
-        whole = [tuple(map(_around, pair, new)) for pair, new in zip(window.pairs, middle, strict=True)]
+        whole = [tuple(map(around, pair, new)) for pair, new in zip(window.pairs, middle, strict=True)]
         return whole, done.bits / 8, done.bits / 8 + (PREFIX - CODED) * math.prod(coder.shape) * 4
 
     name = {"code": "grouped", "dead_zone": zone, "step": size, "coefficients": sum(step.kept)}
-    return name | _measured(model, uncompressed, restored)
-
-
-def _around(old: Tensor, middle: Tensor) -> Tensor:
-    return torch.cat((old[:, :, : kvtc.SINKS], middle, old[:, :, PREFIX - kvtc.RECENT :]), 2)
+    return name | measured(model, uncompressed, restored)
 
 
 def kvtc_point(model: Any, uncompressed: list[Window], state: kvtc.State, budget: int) -> dict[str, Any]:
@@ -231,23 +179,7 @@ def kvtc_point(model: Any, uncompressed: list[Window], state: kvtc.State, budget
         return kvtc.decode(data, state), *kvtc.sizes(data)
 
     size = {"coefficients": len(state.plans[budget][0]), "state_bytes": state.nbytes}
-    return {"code": "kvtc", "budget_bits": budget, **size, **_measured(model, uncompressed, restored)}
-
-
-def _measured(model: Any, uncompressed: list[Window], restored: Callable[[Window], Any]) -> dict[str, Any]:
-    payload, total, harms = 0.0, 0.0, []
-    for window in uncompressed:
-        pairs, coded, whole = restored(window)
-        payload, total = payload + coded, total + whole
-        harms.append(harm(model, window, pairs))
-    n = len(uncompressed)
-    return {
-        "payload_b_per_token": payload / n / CODED,
-        "total_b_per_token": total / n / PREFIX,
-        "kl": sum(h.kl for h in harms) / n,
-        "delta_ppl": math.expm1(sum(h.loss for h in harms) / n),
-        "kl_by_window": [h.kl for h in harms],
-    }
+    return {"code": "kvtc", "budget_bits": budget, **size, **measured(model, uncompressed, restored)}
 
 
 def compared(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -283,10 +215,6 @@ def _line(p: dict[str, Any]) -> str:
     setting = f"step {p['step']}, zone {p['dead_zone']}" if p["code"] == "grouped" else f"{p['budget_bits']} bits"
     figures = f"{p['payload_b_per_token']:8.1f} B/token  {p['total_b_per_token']:8.1f} with exact tokens"
     return f"{p['code']:8} {setting:20} {figures}  KL {p['kl']:.4f}  ppl {p['delta_ppl']:+.2%}"
-
-
-def _say(what: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
