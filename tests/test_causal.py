@@ -90,7 +90,7 @@ def geometry(dtype: str = "bfloat16") -> Geometry:
 def decoded(pipeline: Pipeline, parts: list[bytes], tokens: Tokens, layers: int | None = None) -> dict[int, LayerKV]:
     layers = len(parts) if layers is None else layers
     out = allocate(pipeline.geometry, dict.fromkeys(range(layers), len(tokens.ids)))
-    pipeline.decode(range(layers), [memoryview(part) for part in parts[:layers]], tokens, out)
+    pipeline.decode(range(layers), [[memoryview(part) for part in parts[:layers]]], [tokens], out)
     return out
 
 

@@ -52,7 +52,7 @@ def _decoded(pipeline: Pipeline, parts: list[bytes], ids: np.ndarray, groups: li
     """Layers by index, of all groups or of `groups` alone."""
     groups = list(range(len(pipeline.groups))) if groups is None else groups
     out = allocate(pipeline.geometry, {i: len(ids) for group in groups for i in pipeline.groups[group]})
-    pipeline.decode(groups, [memoryview(parts[group]) for group in groups], Tokens.following(ids, 0), out)
+    pipeline.decode(groups, [[memoryview(parts[group]) for group in groups]], [Tokens.following(ids, 0)], out)
     return out
 
 
@@ -142,7 +142,7 @@ def test_tokens_and_positions_reach_the_predictor(make_cache: Callable, make_ids
     out = allocate(kv.geometry, {0: 40, 1: 40})
     for first, expected in ((100, True), (0, False)):
         parts = [memoryview(part) for part in pipeline.encode(kv, Tokens.following(ids, 100))]
-        pipeline.decode([0, 1], parts, Tokens.following(ids, first), out)
+        pipeline.decode([0, 1], [parts], [Tokens.following(ids, first)], out)
         assert (max(_errors(kv, out)) <= STEP / 2 * (1 + 1e-3)) == expected
 
 

@@ -293,7 +293,7 @@ def test_noise_in_the_replay_moves_restored_values_by_no_more_than_itself(tmp_pa
     backs = []
     for each in tokens:
         out = [LayerKV(torch.empty_like(kv.keys), torch.empty_like(kv.values)) for kv in held.layers]
-        pipeline.decode([0], [memoryview(part) for part in parts], each, dict(enumerate(out)))
+        pipeline.decode([0], [[memoryview(part) for part in parts]], [each], dict(enumerate(out)))
         backs.append(out)
     for i, (one, two) in enumerate(zip(*backs, strict=True)):
         for x, y in ((one.keys, two.keys), (one.values, two.values)):

@@ -276,7 +276,7 @@ def test_the_whole_of_a_part_is_checked(tmp_path: Path) -> None:
         broken[at] ^= 0x5A
         try:
             copies = {i: type(kv)(kv.keys.clone(), kv.values.clone()) for i, kv in out.items()}
-            pipeline.decode([0], [memoryview(bytes(broken))], Tokens.following(tokens.ids, 0), copies)
+            pipeline.decode([0], [[memoryview(bytes(broken))]], [Tokens.following(tokens.ids, 0)], copies)
             assert all(kv.keys.isfinite().all() for kv in copies.values())
         except DamagedArchive:
             noticed += 1

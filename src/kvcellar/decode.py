@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 
 from .archive.reader import ArchiveReader, Block
 from .cache import LayerKV, allocate
+from .decodeplan import Take, Task, require_plausible, spans_by_block, tasks_of
 from .errors import DamagedArchive
 from .pipeline import Pipeline
 from .replayed import Replay, Replayed
@@ -20,7 +19,6 @@ from .stages import LOOKBACK, Grade
 from .tokens import Tokens
 from .window import FineWindow, Symbols, restore_graded
 
-CHUNK_BYTES = 3 << 19
 _local = threading.local()
 
 
@@ -28,7 +26,7 @@ def stored_symbols(pipeline: Pipeline, reader: ArchiveReader, start: int, stop: 
     """The symbols of tokens `start`…`stop`, where blocks begin and end. Raises DamagedArchive."""
     found, groups = Symbols.none(pipeline), range(len(pipeline.groups))
     for block in reader.blocks(start, stop):
-        _require_plausible(pipeline, block, groups)
+        require_plausible(pipeline, block, groups)
         tokens = tokens_of(pipeline, reader, block)
         rows = {Grade.COARSE: len(tokens.coarse), Grade.FINE: len(tokens.fine)}
         arrays = {grade: pipeline.buffers(groups, count, grade) for grade, count in rows.items()}
@@ -48,7 +46,7 @@ def coarse_symbols(pipeline: Pipeline, reader: ArchiveReader, layer: int) -> lis
     groups = pipeline.needed([layer])
     found: list[list[np.ndarray]] = []
     for block in reader.blocks(0, reader.tokens):
-        _require_plausible(pipeline, block, groups)
+        require_plausible(pipeline, block, groups)
         tokens = tokens_of(pipeline, reader, block)
         rows = {Grade.COARSE: np.r_[tokens.coarse.start : tokens.coarse.stop], Grade.FINE: tokens.fine}
         arrays = {grade: pipeline.buffers(groups, len(at), grade) for grade, at in rows.items() if len(at)}
@@ -69,11 +67,16 @@ def tokens_of(pipeline: Pipeline, reader: ArchiveReader, block: Block, replayed:
     """A block's tokens, those stored fine that newer ones made coarse being due; `replayed` is of the archive's."""
     head, recipe = block.head, reader.manifest.recipe
     span, known = range(head.start, block.stop), ids_before(pipeline, reader, head.start)
-    now, coarse = FineWindow(recipe, reader.tokens).coarse(span), head.coarse_tokens
-    due = range(max(coarse.stop, now.start), now.stop)
     tokens = Tokens.at(recipe.block, span, head.tokens, head.first_position - head.start, known)
     told = None if replayed is None else replayed.take(slice(span.start, span.stop))
-    return tokens._replace(coarse=coarse, due=due if due else range(0), replayed=told)
+    return tokens._replace(coarse=head.coarse_tokens, due=_due(reader, block), replayed=told)
+
+
+def _due(reader: ArchiveReader, block: Block) -> range:
+    """Tokens of a block that are stored fine and to be restored coarse, counted in the block."""
+    now = FineWindow(reader.manifest.recipe, reader.tokens).coarse(range(block.head.start, block.stop))
+    due = range(max(block.head.coarse_tokens.stop, now.start), now.stop)
+    return due if due else range(0)
 
 
 def ids_before(pipeline: Pipeline, reader: ArchiveReader, index: int) -> np.ndarray:
@@ -81,21 +84,6 @@ def ids_before(pipeline: Pipeline, reader: ArchiveReader, index: int) -> np.ndar
     reach = min(LOOKBACK, index % reader.manifest.recipe.block) if pipeline.chained else 0
     blocks = reader.blocks(index - reach, index)
     return np.concatenate([np.empty(0, np.int64), *(block.head.tokens for block in blocks)])[-LOOKBACK:]
-
-
-class _Take(NamedTuple):
-    """The tokens `wanted` of one layer of a block, and where they go in the output."""
-
-    wanted: range
-    position: int
-
-
-class _Task(NamedTuple):
-    """Layer groups of a block to decode, and what is taken from them, by layer."""
-
-    block: Block
-    groups: list[int]
-    takes: dict[int, _Take]
 
 
 def decode_blocks(
@@ -107,29 +95,29 @@ def decode_blocks(
     """What the archive holds of the `wanted` tokens (ascending spans, apart) of each layer, one behind the other, on
     all cores.
 
-    A task is one block, or some of its layer groups where they are not chained: neither depends on another. But where a
-    predictor looks at the tokens before, those of an unsealed block may need the block before: they are one task. A
-    recipe that replays is told by `replay` of the tokens up to the last block that holds a wanted one. Raises
-    ModelMissing.
+    Tasks (`decodeplan.py`) do not depend on each other. But where a predictor looks at the tokens before, those of an
+    unsealed block may need the block before: they are one task. A recipe that replays is told by `replay` of the tokens
+    up to the last block that holds a wanted one. Raises ModelMissing.
     """
-    tasks: list[_Task] = []
-    in_tail: list[_Task] = []
+    found: list[tuple[Block, dict[int, Take]]] = []
+    in_tail: list[Task] = []
     counts = dict.fromkeys(wanted, 0)
     joined = pipeline.predictor is not None and pipeline.predictor.reach and _unsealed(reader) > 1
-    for block, spans in _spans_by_block(reader, wanted):
+    for block, spans in spans_by_block(reader, wanted):
         takes = {}
         for layer, span in spans.items():
             held = block.head.tokens_of(layer)
             if both := range(max(span.start, held.start), min(span.stop, held.stop)):
-                takes[layer] = _Take(both, counts[layer])
+                takes[layer] = Take(both, counts[layer])
                 counts[layer] += len(both)
         if joined and not block.head.sealed:
-            in_tail.append(_Task(block, [], takes))
+            in_tail.append(Task([block], [], takes))
         else:
-            tasks += _tasks(pipeline, block, takes)
+            found.append((block, takes))
+    tasks = list(tasks_of(pipeline, found, [bool(_due(reader, block)) for block, _ in found]))
     replayed = None
     if pipeline.replays and (tasks or in_tail):
-        stop = reader.tokens if in_tail else max(task.block.stop for task in tasks)
+        stop = reader.tokens if in_tail else max(block.stop for block, _ in found)
         replayed = pipeline.replayed(replay, reader.token_ids()[:stop])
     out = allocate(reader.manifest.geometry, counts)
     workers = min(os.cpu_count() or 1, len(tasks))
@@ -153,7 +141,7 @@ def decode_blocks(
 def _take_from_tail(
     pipeline: Pipeline,
     reader: ArchiveReader,
-    tasks: Sequence[_Task],
+    tasks: Sequence[Task],
     out: Mapping[int, LayerKV],
     replayed: Replayed | None,
 ) -> None:
@@ -181,69 +169,50 @@ def _unsealed(reader: ArchiveReader) -> int:
     return len(reader.entries) - _sealed_blocks(reader)
 
 
-def _spans_by_block(
-    reader: ArchiveReader, wanted: Mapping[int, Sequence[range]]
-) -> Iterator[tuple[Block, dict[int, range]]]:
-    """Blocks with the span that each layer wants of them; a block comes again for a layer's next span in it."""
-    alike: dict[tuple[range, ...], list[int]] = {}
-    for layer, spans in wanted.items():
-        alike.setdefault(tuple(spans), []).append(layer)
-    indexes = {i for spans in alike for span in spans for i in reader.block_indexes(span.start, span.stop)}
-    for block in map(reader.block, sorted(indexes)):
-        touching = [(layers, _touching(spans, block)) for spans, layers in alike.items()]
-        for turn in range(max(len(spans) for _, spans in touching)):
-            yield block, {i: spans[turn] for layers, spans in touching if turn < len(spans) for i in layers}
-
-
-def _touching(spans: Sequence[range], block: Block) -> Sequence[range]:
-    """Those of ascending spans, apart from each other, that `block` holds tokens of."""
-    first = bisect_right(spans, block.head.start, key=lambda span: span.stop)
-    return spans[first : bisect_left(spans, block.stop, key=lambda span: span.start)]
-
-
-def _tasks(pipeline: Pipeline, block: Block, takes: dict[int, _Take]) -> list[_Task]:
-    groups = pipeline.needed(takes)
-    _require_plausible(pipeline, block, groups)
-    chunks = [groups] if pipeline.chained and takes else list(_chunks(block, groups))
-    return [_Task(block, chunk, takes) for chunk in chunks]
-
-
-def _require_plausible(pipeline: Pipeline, block: Block, groups: Iterable[int]) -> None:
-    head = block.head
-    if len(head.parts) != len(pipeline.groups):
-        raise DamagedArchive(block.part, f"{len(head.parts)} parts for {len(pipeline.groups)} layer groups")
-    for group in groups:
-        try:
-            pipeline.require_plausible(group, head.count_of, len(head.coarse_tokens), head.parts[group][0])
-        except DamagedArchive as error:
-            raise DamagedArchive(f"{block.part}, layer group {group}", error.problem) from error
-
-
 def _run(
-    pipeline: Pipeline, reader: ArchiveReader, task: _Task, out: Mapping[int, LayerKV], replayed: Replayed | None
+    pipeline: Pipeline, reader: ArchiveReader, task: Task, out: Mapping[int, LayerKV], replayed: Replayed | None
 ) -> None:
     """Decode a task straight into its places in `out`, or through a copy where only part of a block is wanted."""
-    head = task.block.head
     members = [*pipeline.known, *(i for group in task.groups for i in pipeline.groups[group])]
     takes = {i: task.takes[i] for i in members if i in task.takes}
     places = {
         i: LayerKV(out[i].keys[:, at : at + len(span)], out[i].values[:, at : at + len(span)])
         for i, (span, at) in takes.items()
     }
-    partly = {i: head.count_of(i) for i, take in takes.items() if take.wanted != head.tokens_of(i)}
+    if len(task.blocks) > 1:
+        try:
+            pipeline.decode(task.groups, *_read(pipeline, reader, task, None), places)
+        except DamagedArchive:  # which of them says decoding them one by one
+            for single in task.single():
+                _run(pipeline, reader, single, out, replayed)
+            raise
+        return
+    (block,) = task.blocks
+    held = {i: block.head.tokens_of(i) for i in takes}
+    partly = {i: block.head.count_of(i) for i, take in takes.items() if take.wanted != held[i]}
     target = {**places, **allocate(reader.manifest.geometry, partly)}
     try:
-        buffer = _buffer(sum(head.parts[group][0] for group in task.groups))
-        parts = reader.read_parts(task.block, task.groups, buffer)
-        pipeline.decode(task.groups, parts, tokens_of(pipeline, reader, task.block, replayed), target)
+        pipeline.decode(task.groups, *_read(pipeline, reader, task, replayed), target)
     except DamagedArchive as error:
-        part = error.part if error.part.startswith(task.block.part) else task.block.part
+        part = error.part if error.part.startswith(block.part) else block.part
         raise DamagedArchive(part, error.problem) from error
     for i in partly:
-        start = head.tokens_of(i).start
-        cut = slice(takes[i].wanted.start - start, takes[i].wanted.stop - start)
+        cut = slice(takes[i].wanted.start - held[i].start, takes[i].wanted.stop - held[i].start)
         places[i].keys.copy_(target[i].keys[:, cut])
         places[i].values.copy_(target[i].values[:, cut])
+
+
+def _read(
+    pipeline: Pipeline, reader: ArchiveReader, task: Task, replayed: Replayed | None
+) -> tuple[list[list[memoryview]], list[Tokens]]:
+    """The parts of a task's layer groups, block by block, and the blocks' tokens."""
+    sizes = [sum(block.head.parts[group][0] for group in task.groups) for block in task.blocks]
+    buffer, at = _buffer(sum(sizes)), 0
+    parts = []
+    for block, size in zip(task.blocks, sizes, strict=True):
+        parts.append(reader.read_parts(block, task.groups, buffer[at : at + size]))
+        at += size
+    return parts, [tokens_of(pipeline, reader, block, replayed) for block in task.blocks]
 
 
 def _buffer(size: int) -> np.ndarray:
@@ -251,17 +220,3 @@ def _buffer(size: int) -> np.ndarray:
     if not hasattr(_local, "buffer") or _local.buffer.size < size:
         _local.buffer = np.empty(size + size // 8, np.uint8)
     return _local.buffer  # type: ignore[no-any-return]
-
-
-def _chunks(block: Block, groups: list[int]) -> Iterator[list[int]]:
-    """`groups` in runs of neighbours, each of about CHUNK_BYTES on disk."""
-    chunk: list[int] = []
-    size = 0
-    for group in groups:
-        if chunk and (group != chunk[-1] + 1 or size >= CHUNK_BYTES):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(group)
-        size += block.head.parts[group][0]
-    if chunk:
-        yield chunk

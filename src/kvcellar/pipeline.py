@@ -45,6 +45,7 @@ class Pipeline:
         if recipe.reduce is not None:
             raise InvalidRecipe(f"recipe {recipe.name!r} reduces tokens: its archives are restored whole or not at all")
         self.recipe, self.geometry = recipe, geometry
+        self._sizes: dict[tuple[range, Grade], int] = {}
         self.predictor: Predictor | None = build("predict", recipe.predict)
         transform: Transform | None = build("transform", recipe.transform)
         quantizer: Quantizer | None = build("quantize", recipe.quantize)
@@ -174,29 +175,39 @@ class Pipeline:
         return [[np.empty((count, columns), dtype) for columns, dtype in layout] for layout in layouts]
 
     def decode(
-        self, groups: Sequence[int], parts: Sequence[memoryview], tokens: Tokens, out: Mapping[int, LayerKV]
+        self,
+        groups: Sequence[int],
+        parts: Sequence[Sequence[memoryview]],
+        tokens: Sequence[Tokens],
+        out: Mapping[int, LayerKV],
     ) -> None:
         """Restore `groups` (those of `needed`, in order) of one block into `out`, layers (H, T, D) by index.
 
-        Layers a prediction needs but `out` lacks are restored into memory of their own; those that are known before
-        come from the replay. Raises DamagedArchive.
+        Or of several blocks, one behind the other, where nothing is predicted and no token is due; `parts` and `tokens`
+        are theirs. Layers a prediction needs but `out` lacks are restored into memory of their own; those that are
+        known before come from the replay. Raises DamagedArchive.
         """
-        fill(out, known_layers(self.known, tokens.replayed))
+        of_all = Tokens.joined(tokens)
+        fill(out, known_layers(self.known, of_all.replayed))
         layers = [i for group in groups for i in self.groups[group]]
-        spare = allocate(self.geometry, {i: len(tokens.ids) for i in layers if i not in out})
+        spare = allocate(self.geometry, {i: len(of_all.ids) for i in layers if i not in out})
         whole = {i: out[i] if i in out else spare[i] for i in layers}
         if isinstance(self.residual, BitExact):
             symbols = [self.residual.buffers(_sides(whole[i] for i in self.groups[group])) for group in groups]
             if isinstance(self.symbols, CausalCoder):
-                context = tokens.context()
-                self.symbols.decode_block(parts, symbols, context)
+                self.symbols.decode_block(parts[0], symbols, of_all.context())
                 return
-            self.unpack(groups, parts, {Grade.COARSE: symbols})
-            self.dequantize(groups, symbols, tokens, Grade.COARSE, whole)
+            self.unpack(groups, parts[0], {Grade.COARSE: symbols})
+            self.dequantize(groups, symbols, of_all, Grade.COARSE, whole)
             return
-        rows = {Grade.COARSE: np.r_[_slice(tokens.coarse)], Grade.FINE: tokens.fine}
+        rows = {Grade.COARSE: np.r_[_slice(of_all.coarse)], Grade.FINE: of_all.fine}
         coded = {grade: self.buffers(groups, len(at), grade) for grade, at in rows.items() if len(at)}
-        self.unpack(groups, parts, coded)
+        ends = dict.fromkeys(Grade, 0)
+        for of_block, each in zip(parts, tokens, strict=True):
+            counts = {Grade.COARSE: len(each.coarse), Grade.FINE: len(each.ids) - len(each.coarse)}
+            mine = {grade: slice(ends[grade], ends[grade] + count) for grade, count in counts.items() if count}
+            self.unpack(groups, of_block, {g: [[a[at] for a in of] for of in coded[g]] for g, at in mine.items()})
+            ends = {grade: ends[grade] + count for grade, count in counts.items()}
         for grade, arrays in coded.items():
             at = rows[grade]
             first, last = int(at[0]), int(at[-1])
@@ -204,15 +215,15 @@ class Pipeline:
             apart = last - first >= len(at)  # fine tokens on both sides of coarse ones
             if apart:
                 place = allocate(self.geometry, dict.fromkeys(whole, len(at)))
-            self.dequantize(groups, arrays, tokens.take(at), grade, place)
+            self.dequantize(groups, arrays, of_all.take(at), grade, place)
             for i, kv in place.items() if apart else ():
                 whole[i].keys[:, at], whole[i].values[:, at] = kv.keys, kv.values
-        if tokens.due:
-            place = {i: kv.tokens(tokens.due.start, tokens.due.stop) for i, kv in whole.items()}
-            due = tokens.take(_slice(tokens.due))
+        if of_all.due:
+            place = {i: kv.tokens(of_all.due.start, of_all.due.stop) for i, kv in whole.items()}
+            due = of_all.take(_slice(of_all.due))
             if (told := self.residual.surprisal(coded[Grade.FINE][0])) is not None:
                 due = due._replace(
-                    surprisal=told[np.searchsorted(rows[Grade.FINE], np.arange(tokens.due.start, tokens.due.stop))]
+                    surprisal=told[np.searchsorted(rows[Grade.FINE], np.arange(of_all.due.start, of_all.due.stop))]
                 )
             self.dequantize(groups, self.quantize(place, due, Grade.COARSE, groups)[0], due, Grade.COARSE, place)
 
@@ -265,7 +276,10 @@ class Pipeline:
 
     def _symbol_bytes(self, layers: range, grade: Grade) -> int:
         """Bytes a token takes in the symbol arrays of a group, lossy recipes."""
-        return sum(columns * np.dtype(dtype).itemsize for columns, dtype in self._layout(layers, grade))
+        if (layers, grade) not in self._sizes:  # a restore asks for that of each group of each block
+            layout = self._layout(layers, grade)
+            self._sizes[layers, grade] = sum(columns * np.dtype(dtype).itemsize for columns, dtype in layout)
+        return self._sizes[layers, grade]
 
     def _layout(self, layers: range, grade: Grade) -> Layout:
         assert isinstance(self.residual, Coefficients)

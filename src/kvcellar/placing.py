@@ -60,7 +60,7 @@ def place(
             cos, sin, layout = turn or _unturned(len(x))
             where = column, heads, width, tensor.stride(0), tensor.stride(1)
             if tensor.dtype == torch.float32:
-                kernels.place_float32(x, cos, sin, layout, *where, _memory(tensor).numpy())
+                kernels.place_float32(x, cos, sin, layout, *where, _memory(tensor).numpy().view(np.uint32))
             else:
                 numbers = _memory(tensor).view(torch.int16).numpy().view(np.uint16)
                 kernels.place_16(x, cos, sin, layout, *where, _KINDS[tensor.dtype] == 2, numbers)

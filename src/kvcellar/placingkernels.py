@@ -8,28 +8,35 @@ from .geometry import HALF
 
 MATRIX = types.Array(float32, 2, "C", readonly=True)
 VECTOR = types.Array(float32, 1, "C", readonly=True)
-LARGEST = np.float32(np.finfo(np.float32).max)
-LARGEST_FLOAT16 = np.float32(65504)
-LARGEST_BFLOAT16 = np.float32(3.3895313892515355e38)
-_ROW = (float32[::1], VECTOR, VECTOR, int64, float32, float32[::1])
+LARGEST, LARGEST_FLOAT16, LARGEST_BFLOAT16 = (np.uint32(x) for x in (0x7F7FFFFF, 0x477FE000, 0x7F7F0000))  # bits
+_ROW = (float32[::1], VECTOR, VECTOR, int64, float32[::1])
 
 
 @njit(void(*_ROW), nogil=True, cache=True, error_model="numpy")
-def turn_row(x, cos, sin, layout, largest, out):
-    """A key's numbers turned pair by pair, those behind the pairs as they are, all within ± `largest`."""
+def turn_row(x, cos, sin, layout, out):
+    """A key's numbers turned pair by pair, those behind the pairs as they are."""
     pairs, width = cos.shape[0], x.shape[0]
     if layout == HALF:
         a, b, to_a, to_b = x[:pairs], x[pairs : 2 * pairs], out[:pairs], out[pairs : 2 * pairs]
         for j in range(pairs):
-            to_a[j] = min(max(a[j] * cos[j] - b[j] * sin[j], -largest), largest)
-            to_b[j] = min(max(b[j] * cos[j] + a[j] * sin[j], -largest), largest)
+            to_a[j] = a[j] * cos[j] - b[j] * sin[j]
+        for j in range(pairs):
+            to_b[j] = b[j] * cos[j] + a[j] * sin[j]
     else:
         for j in range(pairs):
             a, b = x[2 * j], x[2 * j + 1]
-            out[2 * j] = min(max(a * cos[j] - b * sin[j], -largest), largest)
-            out[2 * j + 1] = min(max(b * cos[j] + a * sin[j], -largest), largest)
+            out[2 * j] = a * cos[j] - b * sin[j]
+            out[2 * j + 1] = b * cos[j] + a * sin[j]
     for j in range(2 * pairs, width):
-        out[j] = min(max(x[j], -largest), largest)
+        out[j] = x[j]
+
+
+@njit(void(uint32[::1], uint32, uint32[::1]), nogil=True, cache=True, error_model="numpy")
+def bound(bits, largest, out):
+    """float32 bits with the magnitude kept to the bits `largest`: as whole numbers they order as the floats do."""
+    for j in range(bits.shape[0]):
+        x = bits[j]
+        out[j] = (x & np.uint32(0x80000000)) | min(x & np.uint32(0x7FFFFFFF), largest)
 
 
 _WHERE = (
@@ -40,20 +47,30 @@ _WHERE = (
 )
 
 
-@njit(void(*_WHERE, float32[::1]), nogil=True, cache=True, error_model="numpy")
+@njit(void(*_WHERE, uint32[::1]), nogil=True, cache=True, error_model="numpy")
 def place_float32(x, cos, sin, layout, column, heads, width, head_stride, token_stride, memory):
+    """`memory` holds the bits of float32."""
+    row, known, largest = np.empty(width, np.float32), x.view(np.uint32), LARGEST
+    turned = row.view(np.uint32)
     for t in range(x.shape[0]):
+        of_cos, of_sin = cos[t], sin[t]
         for h in range(heads):
             source, goal = column + h * width, h * head_stride + t * token_stride
-            turn_row(x[t, source : source + width], cos[t], sin[t], layout, LARGEST, memory[goal : goal + width])
+            bits = known[t, source : source + width]
+            if cos.shape[1]:
+                turn_row(x[t, source : source + width], of_cos, of_sin, layout, row)
+                bits = turned
+            bound(bits, largest, memory[goal : goal + width])
 
 
 @njit(void(uint32[::1], uint16[::1]), nogil=True, cache=True, error_model="numpy")
 def to_bfloat16(bits, out):
-    """Upper halves of float32 bits, rounded to nearest, half to even."""
+    """Upper halves of float32 bits, bounded and rounded to nearest, half to even."""
     for j in range(out.shape[0]):
         x = bits[j]
-        out[j] = np.uint16((x + np.uint32(0x7FFF) + ((x >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+        size = min(x & np.uint32(0x7FFFFFFF), LARGEST_BFLOAT16)
+        size = (size + np.uint32(0x7FFF) + ((size >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        out[j] = np.uint16(((x >> np.uint32(16)) & np.uint32(0x8000)) | size)
 
 
 @njit(void(float32[::1], uint32[::1], uint16[::1]), nogil=True, cache=True, error_model="numpy")
@@ -78,14 +95,18 @@ def to_float16(x, bits, out):
 @njit(void(*_WHERE, boolean, uint16[::1]), nogil=True, cache=True, error_model="numpy")
 def place_16(x, cos, sin, layout, column, heads, width, head_stride, token_stride, brain, memory):
     """`brain` for bfloat16, else float16."""
-    row = np.empty(width, np.float32)
-    bits = row.view(np.uint32)
-    largest = LARGEST_BFLOAT16 if brain else LARGEST_FLOAT16
+    row, room, known = np.empty(width, np.float32), np.empty(width, np.float32), x.view(np.uint32)
+    turned, bounded = row.view(np.uint32), room.view(np.uint32)
     for t in range(x.shape[0]):
+        of_cos, of_sin = cos[t], sin[t]
         for h in range(heads):
             source, goal = column + h * width, h * head_stride + t * token_stride
-            turn_row(x[t, source : source + width], cos[t], sin[t], layout, largest, row)
+            bits = known[t, source : source + width]
+            if cos.shape[1]:
+                turn_row(x[t, source : source + width], of_cos, of_sin, layout, row)
+                bits = turned
             if brain:
                 to_bfloat16(bits, memory[goal : goal + width])
             else:
-                to_float16(row, bits, memory[goal : goal + width])
+                bound(bits, LARGEST_FLOAT16, bounded)
+                to_float16(room, bounded, memory[goal : goal + width])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,17 @@ class Tokens(NamedTuple):
         """
         positions = np.arange(span.start + ahead, span.stop + ahead)
         return cls(ids, positions, earlier_ids(ids, span.start, block, known), range(len(ids)))
+
+    @classmethod
+    def joined(cls, blocks: Sequence[Tokens]) -> Tokens:
+        """Blocks one behind the other as one. Of several, none has tokens that are due or replayed, and what is coarse
+        of them has no gap."""
+        if len(blocks) == 1:
+            return blocks[0]
+        starts = np.cumsum([0, *(len(block.ids) for block in blocks)]).tolist()
+        coarse = [(at + b.coarse.start, at + b.coarse.stop) for at, b in zip(starts, blocks, strict=False) if b.coarse]
+        ids, positions, earlier = (np.concatenate([block[column] for block in blocks]) for column in range(3))
+        return cls(ids, positions, earlier, range(coarse[0][0], coarse[-1][1]) if coarse else range(0))
 
     @property
     def fine(self) -> np.ndarray:

@@ -119,14 +119,15 @@ def rvq_decode(codes, code_column, first, count, bases, books, column, x):
     width = books.shape[2]
     for h in range(len(count)):
         book, stages, start = first[h], count[h], column + h * width
-        many = stages - stages % 4
+        many, base = stages - stages % 4, bases[h]
         for t in range(codes.shape[0]):
             if t + AHEAD < codes.shape[0]:
                 for s in range(stages):
                     for i in range(0, width, LINE):
                         _soon(books, book + s, np.int64(codes[t + AHEAD, code_column + s]), i)
             code, out = codes[t, code_column : code_column + stages], x[t, start : start + width]
-            out[:] = bases[h]
+            for i in range(width):
+                out[i] = base[i]
             for s in range(0, many, 4):  # four entries at a time, as `turn` does it: half of the time is saved
                 a, b = books[book + s, code[s]], books[book + s + 1, code[s + 1]]
                 c, d = books[book + s + 2, code[s + 2]], books[book + s + 3, code[s + 3]]

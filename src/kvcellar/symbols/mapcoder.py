@@ -77,7 +77,7 @@ class MapCoder(SymbolCoder):
         if alphabet == _RAW:
             out[...] = _take(data, at, out.nbytes).view(out.dtype.newbyteorder("<"))
             return at + out.nbytes
-        if alphabet > min(CODES[self.code].largest_alphabet, np.iinfo(out.dtype).max + 1):
+        if alphabet > min(CODES[self.code].largest_alphabet, 1 << 8 * out.itemsize):
             raise DamagedArchive(PART, f"{alphabet} symbols of a {self.code} code in {out.dtype}")
         code = map_code(self.code, alphabet)
         raw = _take(data, at, code.size(out.size) * code.point_bytes)

@@ -72,7 +72,7 @@ class RecipeConformance:
         parts = Pipeline(self.recipe, cache.geometry, self.profile).encode(cache, tokens)
         decoder = Pipeline(self.recipe, cache.geometry, self.profile)
         out = allocate(cache.geometry, dict.fromkeys(range(LAYERS), len(cache)))
-        decoder.decode(range(len(parts)), [memoryview(part) for part in parts], tokens, out)
+        decoder.decode(range(len(parts)), [[memoryview(part) for part in parts]], [tokens], out)
         return KVCache(tuple(out[i] for i in range(LAYERS)))
 
     @pytest.mark.parametrize("tokens", TOKENS)
