@@ -82,7 +82,12 @@ class Doubled(stages.Transform):
         self.layers_per_group = layers_per_group
 
     def forward(
-        self, residual: list[Tensor], layers: range, positions: Tensor, x: list[Tensor] | None = None
+        self,
+        residual: list[Tensor],
+        layers: range,
+        positions: Tensor,
+        x: list[Tensor] | None = None,
+        grade: stages.Grade = stages.Grade.FINE,
     ) -> Tensor:
         return torch.cat([t.permute(1, 0, 2).flatten(1) for t in residual], dim=1).flip(1) * 2
 

@@ -125,7 +125,8 @@ class Pipeline:
         context = tokens.context(grade)
         symbols: list[Arrays] = []
         restored = known_layers(self.known, tokens.replayed)
-        for number in range(len(self.groups)) if groups is None else groups:
+        numbers = range(len(self.groups)) if groups is None else groups
+        for number in numbers:
             group = self.groups[number]
             x = _sides(layers[i] for i in group)
             at = Place(group, positions, grade, tokens.surprisal)
@@ -134,7 +135,7 @@ class Pipeline:
             if kept is not None:
                 kept(number, q)
             symbols.append(q)
-            if self.predictor or restore:
+            if restore or (self.predictor and number != numbers[-1]):  # nothing is predicted from the last
                 back = x if self.lossless else [torch.empty_like(t) for t in x]
                 if not self.lossless:
                     self.residual.decode(q, p, back, at)

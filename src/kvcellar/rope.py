@@ -29,7 +29,7 @@ from .errors import InvalidInput, ProfileMismatch, ProfileMissing, UnsupportedCa
 from .geometry import HALF, INTERLEAVED, Geometry
 from .placing import Angles, place
 from .profile import Profile
-from .stages import Transform
+from .stages import Grade, Transform
 
 if TYPE_CHECKING:
     from .calibrate import Calibration
@@ -94,6 +94,7 @@ class Rope(Transform):
         layers: range,
         positions: Int[Tensor, " tokens"],
         x: list[Tensor] | None = None,
+        grade: Grade = Grade.FINE,
     ) -> Float32[Tensor, "tokens coefficients"]:
         """All sides of the group, keys turned back, one row per token."""
         flat = torch.empty(len(positions), sum(t.shape[0] * t.shape[2] for t in residual))

@@ -91,9 +91,14 @@ class Transform(Stage, ABC):
 
     @abstractmethod
     def forward(
-        self, residual: list[Tensor], layers: range, positions: Tensor, x: list[Tensor] | None = None
+        self,
+        residual: list[Tensor],
+        layers: range,
+        positions: Tensor,
+        x: list[Tensor] | None = None,
+        grade: Grade = Grade.FINE,
     ) -> Tensor:
-        """Coefficients (T, C), float32."""
+        """Coefficients (T, C), float32; of coarse tokens perhaps fewer, the last ones being left out."""
 
     @abstractmethod
     def inverse(self, coefficients: Tensor, like: list[Tensor], layers: range, positions: Tensor) -> list[Tensor]:

@@ -42,7 +42,7 @@ from ..metric import loss_metric, root
 from ..profile import Profile
 from ..rope import Rope
 from ..rounding import from_nibbles, in_nibbles, is_triangle, restored, rounded, symmetric, triangle, widths_of
-from ..stages import Transform
+from ..stages import Grade, Transform
 from .basis import balanced, felt_along, groups_of, leading, left_over, residuals, rows_of, spreads_of, times, way_back
 from .weights import LEAST, MOST, Weights
 
@@ -137,8 +137,9 @@ class WeightedKLT(Transform):
         layers: range,
         positions: Int[Tensor, " tokens"],
         x: list[Tensor] | None = None,
+        grade: Grade = Grade.FINE,
     ) -> Float32[Tensor, "tokens coefficients"]:
-        """Columns: n, the C coefficients, and the P numbers that these leave.
+        """Columns: n, the C coefficients, and of fine tokens the P numbers that these leave.
 
         `x` are the group's numbers themselves (default: the residual).
         """
@@ -148,7 +149,7 @@ class WeightedKLT(Transform):
         c = r @ group.forward
         marked = n + MARK * ((positions == 0) | (n >= group.sink))
         columns = [marked[:, None], c * torch.exp2(n / 2)[:, None]]
-        if group.spread is not None:
+        if group.spread is not None and grade is Grade.FINE:
             columns.append((r - c @ group.inverse) / group.spread)
         return torch.cat(columns, dim=1)
 

@@ -35,7 +35,7 @@ from ...profile import Profile
 from ...recipe import PRESETS, Recipe
 from ...rope import Rope
 from ...rounding import symmetric
-from ...stages import Transform, register
+from ...stages import Grade, Transform, register
 from ...transform.basis import groups_of, residuals, spreads_of, times
 from ...transform.klt import MARK
 from ...transform.weights import LEAST, MOST, Weights
@@ -72,7 +72,12 @@ class WeightedNumbers(Transform):
             self.sinks[first] = float(profile.tensors.get(f"transform.sink.{first}", np.array([NEVER]))[0])
 
     def forward(
-        self, residual: list[Tensor], layers: range, positions: Int[Tensor, " tokens"], x: list[Tensor] | None = None
+        self,
+        residual: list[Tensor],
+        layers: range,
+        positions: Int[Tensor, " tokens"],
+        x: list[Tensor] | None = None,
+        grade: Grade = Grade.FINE,
     ) -> Float32[Tensor, "tokens coefficients"]:
         r = self.rope.forward(residual, layers, positions)
         rows = r if x is None else self.rope.forward([t.float() for t in x], layers, positions)
