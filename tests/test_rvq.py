@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,8 +28,9 @@ from kvcellar.errors import (
     UnsupportedCache,
 )
 from kvcellar.frontends.transformers import take_cache
-from kvcellar.geometry import Geometry, LayerGeometry, SideGeometry
+from kvcellar.geometry import HALF, Geometry, LayerGeometry, SideGeometry
 from kvcellar.identity import Identity
+from kvcellar.placing import Angles, place
 from kvcellar.profile import Profile
 from kvcellar.quantize import codebooks
 from kvcellar.quantize.codebooks import Residuals, Vectors, fit_stage, kmeans, nearest
@@ -308,6 +310,39 @@ def test_more_stages_come_closer(x: Tensor) -> None:
     assert all(late < 0.9 * early for early, late in pairwise(errors))
     pooled = error(x[:, :16], through(fitted(key_stages=3, pooled=True), x)[:, :16])
     assert pooled > errors[3], "heads differ, so codebooks of their own are better"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    tokens=st.integers(0, 40),
+    ahead=st.integers(0, 3),
+    turning=st.booleans(),
+    scale=st.sampled_from([1.0, 1e5, 1e-6]),
+    seed=st.integers(0, 9),
+)
+def test_straight_into_a_cache_as_by_way_of_coefficients(
+    dtype: torch.dtype, tokens: int, ahead: int, turning: bool, scale: float, seed: int
+) -> None:
+    """The same bits; and nothing is written beside them, nor at all into a cache of another dtype."""
+    rng = np.random.default_rng(seed)
+    maker, of = fitted(), small_cache(4, 0).geometry
+    scaled = {name: replace(books, entries=books.entries * np.float32(scale)) for name, books in maker.books.items()}
+    maker.books = scaled
+    columns = sum(count for count, _ in maker.layout(ONE, Grade.COARSE))
+    codes = [rng.integers(0, SMALL["entries"], (tokens, columns)).astype(np.uint8)]
+    angles = rng.uniform(0, 7, (tokens, 3)).astype(np.float32)
+    turns = [Angles(np.cos(angles), np.sin(angles), HALF) if turning else None, None]
+    sides = [of.layers[0].key, of.layers[0].value]
+    rooms = [[torch.full((s.heads, ahead + tokens + 2, s.width), 7.0, dtype=dtype) for s in sides] for _ in range(2)]
+    straight, plainly = ([room[:, ahead : ahead + tokens] for room in pair] for pair in rooms)
+    assert maker.dequantize_into(codes, ONE, Grade.COARSE, straight, turns)
+    assert place(maker.dequantize(codes, ONE, Grade.COARSE), plainly, turns)
+    for one, other in zip(*rooms, strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
+    wide = [torch.zeros(s.heads, tokens, s.width) for s in sides]
+    assert not maker.dequantize_into(codes, ONE, Grade.COARSE, wide, turns)
 
 
 @pytest.mark.parametrize("how", [{}, {"pooled": True}, {"value_stages": 0}, {"entries": 257}])

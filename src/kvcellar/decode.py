@@ -111,7 +111,7 @@ def decode_blocks(
                 takes[layer] = Take(both, counts[layer])
                 counts[layer] += len(both)
         if joined and not block.head.sealed:
-            in_tail.append(Task([block], [], takes))
+            in_tail.append(Task([block], [], takes, {}))
         else:
             found.append((block, takes))
     tasks = list(tasks_of(pipeline, found, [bool(_due(reader, block)) for block, _ in found]))
@@ -209,10 +209,12 @@ def _read(
     sizes = [sum(block.head.parts[group][0] for group in task.groups) for block in task.blocks]
     buffer, at = _buffer(sum(sizes)), 0
     parts = []
-    for block, size in zip(task.blocks, sizes, strict=True):
+    for i, (block, size) in enumerate(zip(task.blocks, sizes, strict=True)):
         parts.append(reader.read_parts(block, task.groups, buffer[at : at + size]))
         at += size
-    return parts, [tokens_of(pipeline, reader, block, replayed) for block in task.blocks]
+        if i not in task.told:
+            task.told[i] = tokens_of(pipeline, reader, block, replayed)
+    return parts, [task.told[i] for i in range(len(parts))]
 
 
 def _buffer(size: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from .archive.reader import ArchiveReader, Block
 from .errors import DamagedArchive
 from .pipeline import Pipeline
+from .tokens import Tokens
 
 CHUNK_BYTES = 3 << 19
 RUN_TOKENS = 1024
@@ -37,13 +38,15 @@ class Task(NamedTuple):
     blocks: list[Block]
     groups: list[int]
     takes: dict[int, Take]
+    told: dict[int, Tokens]
+    """What the tasks of the same blocks have made out about their tokens, by block."""
 
     def single(self) -> Iterator[Task]:
         """The same, block by block."""
         at = {layer: take.position for layer, take in self.takes.items()}
         for block in self.blocks:
             held = {layer: block.head.tokens_of(layer) for layer in at}
-            yield Task([block], self.groups, {layer: Take(held[layer], at[layer]) for layer in at})
+            yield Task([block], self.groups, {layer: Take(held[layer], at[layer]) for layer in at}, {})
             at = {layer: at[layer] + len(held[layer]) for layer in at}
 
 
@@ -79,8 +82,9 @@ def tasks_of(pipeline: Pipeline, found: Sequence[tuple[Block, dict[int, Take]]],
             limit = min(limit, max(_LEAST, size // (_SHARES * (os.cpu_count() or 1))))
             takes = {i: Take(range(take.wanted.start, last[i].wanted.stop), take.position) for i, take in takes.items()}
         chunks = [groups] if pipeline.chained and takes else _chunks(blocks, groups, limit)
+        told: dict[int, Tokens] = {}
         for chunk in chunks:
-            yield Task(blocks, chunk, takes)
+            yield Task(blocks, chunk, takes, told)
 
 
 def _runs(

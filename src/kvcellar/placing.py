@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .geometry import HALF
 
-_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as the kernel counts them
+_KINDS = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class Angles(NamedTuple):
@@ -48,7 +48,7 @@ def place(
         coefficients.is_contiguous()
         and coefficients.shape[1] == sum(sizes)
         and len(turns) == len(out)
-        and all(_fits(t, len(coefficients)) for t in out)
+        and all(fits(t, len(coefficients)) for t in out)
     ):
         return False
     from . import placingkernels as kernels  # compiled code loads slowly: not with the package
@@ -57,18 +57,23 @@ def place(
     for tensor, size, turn in zip(out, sizes, turns, strict=True):
         if tensor.numel():
             heads, _, width = tensor.shape
-            cos, sin, layout = turn or _unturned(len(x))
+            cos, sin, layout = turn or unturned(len(x))
             where = column, heads, width, tensor.stride(0), tensor.stride(1)
             if tensor.dtype == torch.float32:
                 kernels.place_float32(x, cos, sin, layout, *where, _memory(tensor).numpy().view(np.uint32))
             else:
-                numbers = _memory(tensor).view(torch.int16).numpy().view(np.uint16)
-                kernels.place_16(x, cos, sin, layout, *where, _KINDS[tensor.dtype] == 2, numbers)
+                kernels.place_16(x, cos, sin, layout, *where, *words(tensor))
         column += size
     return True
 
 
-def _fits(tensor: Tensor, tokens: int) -> bool:
+def words(tensor: Float[Tensor, "_heads tokens _width"]) -> tuple[bool, np.ndarray]:
+    """Of a tensor of 16 bits: whether it is of bfloat16, and uint16 (N,) from its first to its last number."""
+    return tensor.dtype == torch.bfloat16, _memory(tensor).view(torch.int16).numpy().view(np.uint16)
+
+
+def fits(tensor: Float[Tensor, "_heads tokens _width"], tokens: int) -> bool:
+    """Whether a loop can write so many tokens into a tensor."""
     return (
         tensor.dtype in _KINDS
         and tensor.device.type == "cpu"
@@ -85,6 +90,7 @@ def _memory(tensor: Tensor) -> Tensor:
 
 
 @lru_cache(8)
-def _unturned(tokens: int) -> Angles:
+def unturned(tokens: int) -> Angles:
+    """For a loop that takes angles in any case: without pairs, so nothing is turned."""
     nothing = np.empty((tokens, 0), np.float32)
     return Angles(nothing, nothing, HALF)

@@ -73,16 +73,17 @@ def to_bfloat16(bits, out):
         out[j] = np.uint16(((x >> np.uint32(16)) & np.uint32(0x8000)) | size)
 
 
-@njit(void(float32[::1], uint32[::1], uint16[::1]), nogil=True, cache=True, error_model="numpy")
-def to_float16(x, bits, out):
-    """float16 bits, rounded to nearest, half to even, of float32 within its range, whose bits are `bits` as well.
+@njit(void(uint32[::1], uint16[::1]), nogil=True, cache=True, error_model="numpy")
+def to_float16(bits, out):
+    """float16 bits, bounded and rounded to nearest, half to even, of float32 bits, which change.
 
     Below 2⁻¹⁴ float16 counts in steps of 2⁻²⁴, as float32 does just above ½: adding ½ there rounds and lines up.
     """
+    x = bits.view(np.float32)
     for j in range(out.shape[0]):
         sign = (bits[j] >> np.uint32(16)) & np.uint32(0x8000)
-        x[j] = abs(x[j])
-        size = bits[j]
+        size = min(bits[j] & np.uint32(0x7FFFFFFF), LARGEST_FLOAT16)
+        bits[j] = size
         normal = (
             size - np.uint32(112 << 23) + np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1))
         ) >> np.uint32(13)
@@ -92,11 +93,20 @@ def to_float16(x, bits, out):
         out[j] = np.uint16(sign | (tiny if small else normal))
 
 
+@njit(void(uint32[::1], boolean, uint16[::1]), nogil=True, cache=True, error_model="numpy")
+def to_16(bits, brain, out):
+    """`brain` for bfloat16, else float16. The bits may change."""
+    if brain:
+        to_bfloat16(bits, out)
+    else:
+        to_float16(bits, out)
+
+
 @njit(void(*_WHERE, boolean, uint16[::1]), nogil=True, cache=True, error_model="numpy")
 def place_16(x, cos, sin, layout, column, heads, width, head_stride, token_stride, brain, memory):
     """`brain` for bfloat16, else float16."""
-    row, room, known = np.empty(width, np.float32), np.empty(width, np.float32), x.view(np.uint32)
-    turned, bounded = row.view(np.uint32), room.view(np.uint32)
+    row, known = np.empty(width, np.float32), x.view(np.uint32)
+    turned = row.view(np.uint32)
     for t in range(x.shape[0]):
         of_cos, of_sin = cos[t], sin[t]
         for h in range(heads):
@@ -105,8 +115,8 @@ def place_16(x, cos, sin, layout, column, heads, width, head_stride, token_strid
             if cos.shape[1]:
                 turn_row(x[t, source : source + width], of_cos, of_sin, layout, row)
                 bits = turned
-            if brain:
-                to_bfloat16(bits, memory[goal : goal + width])
-            else:
-                bound(bits, LARGEST_FLOAT16, bounded)
-                to_float16(room, bounded, memory[goal : goal + width])
+            elif not brain:
+                for j in range(width):
+                    turned[j] = bits[j]
+                bits = turned
+            to_16(bits, brain, memory[goal : goal + width])

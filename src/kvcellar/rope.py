@@ -119,12 +119,15 @@ class Rope(Transform):
         layers: range,
         positions: Int[Tensor, " tokens"],
     ) -> bool:
+        return place(coefficients, out, self.turned_by(layers, positions))
+
+    def turned_by(self, layers: range, positions: Int[Tensor, " tokens"]) -> list[Angles | None]:
         where = positions.numpy().tobytes()
-        turns: list[Angles | None] = [None] * len(out)
-        for i, layer in enumerate(layers):
+        found: list[Angles | None] = []
+        for layer in layers:
             cos, sin = _angles(self.turns[layer].frequencies, where)
-            turns[2 * i] = Angles(cos.numpy(), sin.numpy(), self.turns[layer].layout)
-        return place(coefficients, out, turns)
+            found += [Angles(cos.numpy(), sin.numpy(), self.turns[layer].layout), None]
+        return found
 
     def _turn(self, sides: list[Tensor], out: list[Tensor], layers: range, positions: Tensor, *, back: bool) -> None:
         where = positions.numpy().tobytes()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from .calibrate import Calibration
     from .geometry import Geometry
+    from .placing import Angles
     from .profile import Profile
 
 
@@ -111,6 +112,11 @@ class Transform(Stage, ABC):
         """
         return False
 
+    def turned_by(self, layers: range, positions: Tensor) -> Sequence[Angles | None] | None:
+        """Optional, for speed: the angles by which `inverse` turns each of a group's tensors, where that is all it does
+        to coefficients that are the tensors side by side."""
+        return None
+
 
 class Quantizer(Stage, ABC):
     """Coefficients of a group of `layers` to integers and back, each token by itself.
@@ -125,6 +131,20 @@ class Quantizer(Stage, ABC):
     @abstractmethod
     def quantize(self, coefficients: Tensor, layers: range, grade: Grade) -> list[np.ndarray]:
         """Arrays (T, columns) as `layout` says, from finite float32 (T, C)."""
+
+    def dequantize_into(
+        self,
+        symbols: Sequence[np.ndarray],
+        layers: range,
+        grade: Grade,
+        out: list[Tensor],
+        turns: Sequence[Angles | None],
+    ) -> bool:
+        """Optional, for speed: `dequantize` straight into tensors of a cache, each turned, bounded and rounded.
+
+        False, with nothing written, where the stage has no such way, or not for these tensors.
+        """
+        return False
 
     def quantize_told(
         self, coefficients: Tensor, layers: range, grade: Grade, surprisal: np.ndarray | None

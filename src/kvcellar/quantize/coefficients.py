@@ -40,6 +40,8 @@ class Coefficients(Residual):
         return self.quantizer.quantize_told(flat, at.layers, at.grade, at.surprisal)
 
     def decode(self, symbols: list[np.ndarray], p: list[Tensor] | None, out: list[Tensor], at: Place) -> None:
+        if p is None and self._straight(symbols, out, at):
+            return
         flat = self.quantizer.dequantize(symbols, at.layers, at.grade)
         if p is None and self._placed(flat, out, at):
             return
@@ -54,6 +56,12 @@ class Coefficients(Residual):
 
     def surprisal(self, symbols: list[np.ndarray]) -> np.ndarray | None:
         return self.quantizer.surprisal(symbols)
+
+    def _straight(self, symbols: list[np.ndarray], out: list[Tensor], at: Place) -> bool:
+        """From symbols to numbers in one pass where nothing is predicted and keys are turned at most."""
+        transform = self.transform
+        turns = [None] * len(out) if transform is None else transform.turned_by(at.layers, at.positions)
+        return turns is not None and self.quantizer.dequantize_into(symbols, at.layers, at.grade, out, turns)
 
     def _placed(self, flat: Tensor, out: list[Tensor], at: Place) -> bool:
         """The same in one pass where nothing is predicted, if that can be had."""

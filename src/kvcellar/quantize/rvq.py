@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..errors import DamagedArchive, InvalidInput, InvalidRecipe, ProfileMissing, UnsupportedCache
 from ..geometry import Geometry
+from ..placing import Angles, fits, unturned, words
 from ..profile import Profile
 from ..stages import Grade, Quantizer
 from . import rvqkernels as kernels
@@ -147,15 +148,42 @@ class ResidualVQ(Quantizer):
     ) -> Float32[Tensor, "tokens coefficients"]:
         if grade is Grade.FINE:
             return self.fine.dequantize(symbols, layers, grade)
-        codes = np.ascontiguousarray(symbols[0])
-        if self.entries <= np.iinfo(codes.dtype).max and codes.size and int(codes.max()) >= self.entries:
-            raise DamagedArchive("block part", f"code {int(codes.max())}; there are {self.entries} entries")
+        codes = self._codes(symbols)
         x = self._unset(symbols[1:], len(codes), layers)
         for side in self._sides(layers):
             books, heads = self.books[self._name(side)], side.shape.heads
             where = side.code_column, books.first[:heads], books.count[:heads]
             kernels.rvq_decode(codes, *where, books.bases, books.entries, side.column, x)
         return torch.from_numpy(x)
+
+    def dequantize_into(
+        self,
+        symbols: Sequence[np.ndarray],
+        layers: range,
+        grade: Grade,
+        out: list[Tensor],
+        turns: Sequence[Angles | None],
+    ) -> bool:
+        """Where both sides have codebooks and the cache has numbers of 16 bits."""
+        sides = self._sides(layers)
+        if grade is Grade.FINE or len(symbols) > 1 or len(sides) != len(out):
+            return False
+        codes = self._codes(symbols)
+        if not all(fits(tensor, len(codes)) and tensor.dtype.itemsize == 2 for tensor in out):
+            return False
+        for side, tensor, turn in zip(sides, out, turns, strict=True):
+            if tensor.numel():
+                books, heads = self.books[self._name(side)], side.shape.heads
+                where = side.code_column, books.first[:heads], books.count[:heads], books.bases, books.entries
+                angles, strides = turn or unturned(len(codes)), (tensor.stride(0), tensor.stride(1))
+                kernels.rvq_place_16(codes, *where, *angles, *strides, *words(tensor))
+        return True
+
+    def _codes(self, symbols: Sequence[np.ndarray]) -> np.ndarray:
+        codes: np.ndarray = np.ascontiguousarray(symbols[0])
+        if self.entries <= np.iinfo(codes.dtype).max and codes.size and int(codes.max()) >= self.entries:
+            raise DamagedArchive("block part", f"code {int(codes.max())}; there are {self.entries} entries")
+        return codes
 
     def _unset(self, kept: Sequence[np.ndarray], tokens: int, layers: range) -> np.ndarray:
         """Coefficients with those of sides without codebooks in their places, and nothing in the others."""

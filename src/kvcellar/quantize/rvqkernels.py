@@ -6,10 +6,11 @@ its codes follow those of the heads before it.
 
 import numpy as np
 from llvmlite import ir
-from numba import float32, int64, njit, types, uint8, uint16, void
+from numba import boolean, float32, int64, njit, types, uint8, uint16, void
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ..placingkernels import VECTOR, to_16, turn_row
 from .kernels import MATRIX, dot, turn
 
 BOOKS = types.Array(float32, 3, "C", readonly=True)
@@ -105,12 +106,29 @@ def _soon(typing_context, books, book, entry, i):
     return types.void(books, types.intp, types.intp, types.intp), generate
 
 
-@njit(
-    [void(kind[:, ::1], int64, PLACES, PLACES, MATRIX, BOOKS, int64, float32[:, ::1]) for kind in (uint8, uint16)],
-    nogil=True,
-    cache=True,
-    error_model="numpy",
-)
+_CODED = [(kind[:, ::1], int64, PLACES, PLACES, MATRIX, BOOKS) for kind in (uint8, uint16)]
+_KINDS = [(BOOKS, int64, kind[::1], VECTOR, float32[::1]) for kind in (uint8, uint16)]
+
+
+@njit([void(*of) for of in _KINDS], nogil=True, cache=True, error_model="numpy")
+def _sum(books, book, code, base, out):
+    """A base (D,) and the entries `code` of the codebooks from `book` on, one each."""
+    stages, width = code.shape[0], out.shape[0]
+    many = stages - stages % 4
+    for i in range(width):
+        out[i] = base[i]
+    for s in range(0, many, 4):  # four entries at a time, as `turn` does it: half of the time is saved
+        a, b = books[book + s, code[s]], books[book + s + 1, code[s + 1]]
+        c, d = books[book + s + 2, code[s + 2]], books[book + s + 3, code[s + 3]]
+        for i in range(width):
+            out[i] = (((out[i] + a[i]) + b[i]) + c[i]) + d[i]
+    for s in range(many, stages):
+        a = books[book + s, code[s]]
+        for i in range(width):
+            out[i] += a[i]
+
+
+@njit([void(*of, int64, float32[:, ::1]) for of in _CODED], nogil=True, cache=True, error_model="numpy")
 def rvq_decode(codes, code_column, first, count, bases, books, column, x):
     """Sums of a base (H, D) and entries from `books` (N, E, D); codes are below their number.
 
@@ -118,23 +136,40 @@ def rvq_decode(codes, code_column, first, count, bases, books, column, x):
     """
     width = books.shape[2]
     for h in range(len(count)):
-        book, stages, start = first[h], count[h], column + h * width
-        many, base = stages - stages % 4, bases[h]
+        book, stages, start, base = first[h], count[h], column + h * width, bases[h]
         for t in range(codes.shape[0]):
             if t + AHEAD < codes.shape[0]:
                 for s in range(stages):
                     for i in range(0, width, LINE):
                         _soon(books, book + s, np.int64(codes[t + AHEAD, code_column + s]), i)
-            code, out = codes[t, code_column : code_column + stages], x[t, start : start + width]
-            for i in range(width):
-                out[i] = base[i]
-            for s in range(0, many, 4):  # four entries at a time, as `turn` does it: half of the time is saved
-                a, b = books[book + s, code[s]], books[book + s + 1, code[s + 1]]
-                c, d = books[book + s + 2, code[s + 2]], books[book + s + 3, code[s + 3]]
-                for i in range(width):
-                    out[i] = (((out[i] + a[i]) + b[i]) + c[i]) + d[i]
-            for s in range(many, stages):
-                a = books[book + s, code[s]]
-                for i in range(width):
-                    out[i] += a[i]
+            _sum(books, book, codes[t, code_column : code_column + stages], base, x[t, start : start + width])
+        code_column += stages
+
+
+@njit(
+    [void(*of, MATRIX, MATRIX, int64, int64, int64, boolean, uint16[::1]) for of in _CODED],
+    nogil=True,
+    cache=True,
+    error_model="numpy",
+)
+def rvq_place_16(
+    codes, code_column, first, count, bases, books, cos, sin, layout, head_stride, token_stride, brain, memory
+):
+    """The same sums, turned by cosines and sines (T, pairs) and laid into a cache as `placingkernels.place_16` does it:
+    in one pass, with none of them in memory in between."""
+    width = books.shape[2]
+    row, turned = np.empty(width, np.float32), np.empty(width, np.float32)
+    bits = (turned if cos.shape[1] else row).view(np.uint32)
+    for h in range(len(count)):
+        book, stages, base = first[h], count[h], bases[h]
+        for t in range(codes.shape[0]):
+            if t + AHEAD < codes.shape[0]:
+                for s in range(stages):
+                    for i in range(0, width, LINE):
+                        _soon(books, book + s, np.int64(codes[t + AHEAD, code_column + s]), i)
+            _sum(books, book, codes[t, code_column : code_column + stages], base, row)
+            if cos.shape[1]:
+                turn_row(row, cos[t], sin[t], layout, turned)
+            goal = h * head_stride + t * token_stride
+            to_16(bits, brain, memory[goal : goal + width])
         code_column += stages

@@ -57,7 +57,7 @@ class MapCoder(SymbolCoder):
                     at += _ALPHABET.size
                     continue
                 target = array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
-                at = self._decode(data, at, target.reshape(-1))
+                at = self._decode(part, data, at, target.reshape(-1))
                 if target is not array:
                     array[...] = target
             if data[at:].any():
@@ -70,9 +70,11 @@ class MapCoder(SymbolCoder):
         points = map_code(self.code, alphabet).encode(symbols) if alphabet > 1 else symbols[:0]
         return _ALPHABET.pack(alphabet) + points.astype(points.dtype.newbyteorder("<"), copy=False).tobytes()
 
-    def _decode(self, data: np.ndarray, at: int, out: np.ndarray) -> int:
-        """Fill `out` (count,) from the bytes at `at`; gives where they end."""
-        (alphabet,) = _ALPHABET.unpack(_take(data, at, _ALPHABET.size).tobytes())
+    def _decode(self, part: bytes | memoryview, data: np.ndarray, at: int, out: np.ndarray) -> int:
+        """Fill `out` (count,) from the bytes of `part`, which are `data` as well, at `at`; gives where they end."""
+        if len(data) < at + _ALPHABET.size:
+            raise DamagedArchive(PART, f"{_ALPHABET.size} bytes announced, {len(data) - at} there")
+        (alphabet,) = _ALPHABET.unpack_from(part, at)
         at += _ALPHABET.size
         if alphabet == _RAW:
             out[...] = _take(data, at, out.nbytes).view(out.dtype.newbyteorder("<"))

@@ -181,7 +181,7 @@ class Line(MapCode):
         used = self.bits(len(out))
         if used & 7 and points[used >> 3] >> (used & 7):
             return False
-        points = points[: self.size(len(out))]
+        points = points[: -(-used // 8)]
         if not self._plain:
             sound: bool = kernels.read_words(points, *self._words, *self._divide, out)
             return sound
