@@ -82,6 +82,7 @@ def test_a_row_says_what_bytes_and_seconds_went_where(bench: Bench) -> None:
     assert whole["memcpy_s"] < whole["restore_s"]
     raw = PREFIX * LAYERS * 2 * 2 * 16 * 4
     assert whole["peak_to_raw"] == pytest.approx(whole["peak_bytes"] / raw)
+    assert 0 <= whole["save_peak_to_raw"] < 100
     (docs,) = (row for row in kinds if row["text"] == "docs")  # one window: its ratios are its medians' ratios
     assert docs["restore_speedup"] == pytest.approx(docs["prefill_s"] / docs["restore_s"])
     assert docs["save_to_prefill"] == pytest.approx(docs["save_s"] / docs["prefill_s"])

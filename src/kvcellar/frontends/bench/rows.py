@@ -24,7 +24,15 @@ ROW = (
 FURTHER = (
     *("articles", "scored_tokens", "bytes_by_part", "append_s", "random_access_s", "memcpy_s", "prefill_dtype"),
     *("threads", "restore_speedup", "save_to_prefill", "append_to_prefill", "random_access_to_prefill"),
-    *("restore_to_memcpy", "peak_to_raw", "note", "ratio_at_equal_kl", "dppl_second_half", "layer_errors"),
+    *(
+        "restore_to_memcpy",
+        "peak_to_raw",
+        "save_peak_to_raw",
+        "note",
+        "ratio_at_equal_kl",
+        "dppl_second_half",
+        "layer_errors",
+    ),
     *("profile", "calibration_tokens", "slower_than_peers", "by_window"),
 )
 ALL = "all"
@@ -97,6 +105,7 @@ def _row(name: str, kind: str, group: list[Result], prefix: int | None) -> dict[
         "random_access_to_prefill": _median_ratio(costs, "random_access_s", "prefill_s"),
         "restore_to_memcpy": _median_ratio(costs, "restore_s", "memcpy_s"),
         "peak_to_raw": _ratio(costs, "peak_bytes", "raw_bytes", max),
+        "save_peak_to_raw": _ratio(costs, "save_peak_bytes", "raw_bytes", max),
         "note": costs[0].get("note") or None,
         "ratio_at_equal_kl": None,
         "dppl_second_half": second_half([result.scores for result in group]),

@@ -38,7 +38,7 @@ from .rows import EMPTY, Result, rows_of
 from .rows import ROW as ROW
 from .scorer import Scorer
 from .sizes import bytes_by_part, coarse_bytes
-from .speed import Prefill, fastest_prefill
+from .speed import PeakMemory, Prefill, fastest_prefill, give_memory_back
 from .zero import zero_residual
 
 FLOOR_EMPTY = EMPTY
@@ -161,26 +161,28 @@ class Bench:
 
     def _recipe_save(
         self, recipe: Recipe, profile: Profile | None, window: Window, then: Callable[[Path], Any]
-    ) -> tuple[Any, float, Any]:
-        """What saving the window's cache says and how long it takes, and what `then` makes of the file."""
+    ) -> tuple[Any, dict[str, Any], Any]:
+        """What saving the window's cache says and takes, and what `then` makes of the file."""
         cache, prefix = self.original(window), window.ids[: window.prefix]
         told = self.references.log2_probs(window)
         with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as scratch:
             path = Path(scratch) / "window.kvc"
+            give_memory_back()
             started = time.perf_counter()
-            info = save(
-                path,
-                cache,
-                tokens=prefix,
-                identity=self.local.identity,
-                recipe=recipe,
-                profile=profile,
-                log2_probs=told,
-                replay_with=self.local.model,
-            )
-            save_s = time.perf_counter() - started
+            with PeakMemory() as peak:
+                info = save(
+                    path,
+                    cache,
+                    tokens=prefix,
+                    identity=self.local.identity,
+                    recipe=recipe,
+                    profile=profile,
+                    log2_probs=told,
+                    replay_with=self.local.model,
+                )
+                save_s = time.perf_counter() - started
             del cache
-            return info, save_s, then(path)
+            return info, {"save_s": save_s, "save_peak_bytes": peak.bytes}, then(path)
 
     def _recipe_window(
         self, recipe: Recipe, profile: Profile | None, window: Window, out: Path, pipeline: Pipeline, scorer: Scorer
@@ -196,13 +198,13 @@ class Bench:
                 found["layer_errors"] = layer_errors(path, self.references.archive(window), self.local)
             return {**found, "bytes_by_part": bytes_by_part(path)}
 
-        info, save_s, found = self._recipe_save(recipe, profile, window, look_and_score)
+        info, taken, found = self._recipe_save(recipe, profile, window, look_and_score)
         return {
             "file_bytes": info.file_bytes,
             "profile_bytes": info.profile_bytes if info.profile_bytes is not None else _container_bytes(info.profile),
             "raw_bytes": info.raw_bytes,
             "kept": 1.0,
-            "save_s": save_s,
+            **taken,
             "profile": info.profile,
             "calibration_tokens": None if profile is None else profile.metadata.get("tokens"),
             "restore_class": "part" if pipeline.replays else "none",

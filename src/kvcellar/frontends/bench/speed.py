@@ -70,6 +70,31 @@ def give_memory_back() -> None:
         trim(0)
 
 
+class PeakMemory:
+    """Peak memory of a block above what was there before it (Linux; None elsewhere)."""
+
+    bytes: int | None = None
+
+    def __enter__(self) -> PeakMemory:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self.before = _status("VmRSS")
+        except OSError:
+            self.before = None
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.before is not None:
+            self.bytes = (_status("VmHWM") or 0) - self.before
+
+
+def _status(key: str) -> int | None:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
 def fastest_prefill(local: LocalModel, ids: Sequence[int]) -> Prefill:
     """Median seconds of a prefill of `ids`, in the dtype the model is in, float32 or bfloat16, whichever is fastest.
 

@@ -27,7 +27,7 @@ from ..cli.models import LocalModel, MeasuredModel
 from ..library import open as open_archive
 from .alone import reading_only
 from .reference import continuation_logits, write_scores
-from .speed import append_s, give_memory_back, memcpy_s, opened_with, random_access_s
+from .speed import PeakMemory, append_s, give_memory_back, memcpy_s, opened_with, random_access_s
 from .tasks import scored
 from .zero import FLOOR_ZERO_RESIDUAL as FLOOR_ZERO_RESIDUAL  # its stages register when they are imported
 
@@ -68,38 +68,13 @@ def _restored(local: LocalModel, archive: str, prefix: int) -> tuple[Any, dict[s
     """The cache in `archive`, which must stand for `prefix` tokens, and what restoring it took, in fresh memory."""
     give_memory_back()
     started = time.perf_counter()
-    with _peak() as peak, reading_only(archive), opened_with(local, archive) as opened:
+    with PeakMemory() as peak, reading_only(archive), opened_with(local, archive) as opened:
         cache: Any = opened.restore().cache
         restore_s = time.perf_counter() - started
     held = int(cache.get_seq_length())
     if held != prefix:
         raise InvalidInput(f"the restored cache stands for {held} tokens, the window's prefix has {prefix}")
     return cache, {"restore_s": restore_s, "peak_bytes": peak.bytes}
-
-
-class _peak:  # noqa: N801 (used like a function)
-    """Peak memory of a block above what was there before it (Linux; None elsewhere)."""
-
-    bytes: int | None = None
-
-    def __enter__(self) -> _peak:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-            self.before = _status("VmRSS")
-        except OSError:
-            self.before = None
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self.before is not None:
-            self.bytes = (_status("VmHWM") or 0) - self.before
-
-
-def _status(key: str) -> int | None:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def main() -> None:
