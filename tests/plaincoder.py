@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from kvcellar.symbols.adaptivetables import SQUASH, STRETCH, Tables
+from kvcellar.symbols.adaptivetables import Tables
+from kvcellar.symbols.binarycoder import SQUASH, STRETCH
 
 
 class PlainCoder:

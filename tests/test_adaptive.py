@@ -17,7 +17,8 @@ from kvcellar.profile import Profile
 from kvcellar.stages import SymbolCoder
 from kvcellar.symbols.adaptive import MAX_EXPANSION, AdaptiveCoder, _encode, trained
 from kvcellar.symbols.adaptive import _noted as notes_of
-from kvcellar.symbols.adaptivetables import SQUASH, STRETCH, Tables, flat
+from kvcellar.symbols.adaptivetables import Tables, flat
+from kvcellar.symbols.binarycoder import SQUASH, STRETCH
 from kvcellar.testing.stages import SymbolCoderConformance
 from plaincoder import PlainCoder
 

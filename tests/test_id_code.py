@@ -13,7 +13,7 @@ from kvcellar.errors import DamagedArchive, InvalidInput, TokensMismatch
 from kvcellar.language import idkernels as kernels
 from kvcellar.language.idcode import MAX_ID, _start, decode_ids, encode_ids, raw_size
 from kvcellar.language.modelcode import decode_under, encode_under, frequencies
-from kvcellar.symbols.adaptivekernels import DECODE, ENCODE, TOP, flush
+from kvcellar.symbols.binarycoder import DECODE, ENCODE, TOP, flush
 
 IDS = st.lists(st.one_of(st.integers(0, MAX_ID), st.integers(0, 300)), max_size=60)
 

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "search": {"errors", "symbols.maps"},
     "language": {
         *("cache", "errors", "geometry", "identity", "recipe", "store.base", "archive.format", "archive.manifest"),
-        *("symbols.adaptivekernels", "symbols.adaptivetables"),  # the arithmetic coder, for token ids
+        "symbols.binarycoder",  # for token ids
     },
     "evaluate": {"errors"},
 }

@@ -19,8 +19,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from ..errors import DamagedArchive, InvalidInput
-from ..symbols.adaptivekernels import DECODE, ENCODE, TOP, flush
-from ..symbols.adaptivetables import SQUASH, STRETCH
+from ..symbols.binarycoder import DECODE, ENCODE, SQUASH, STRETCH, TOP, flush
 from . import idkernels as kernels
 
 PART = "token ids"

@@ -8,15 +8,13 @@ import numpy as np
 from numba import njit
 from numba.extending import register_jitable
 
-from ..symbols.adaptivekernels import ENCODE, _code
+from ..symbols.binarycoder import ENCODE, MAX_WEIGHT, STRETCHED, code_bit
 
 ORDERS = 5  # no token before, one, two, three, and the last but one alone
 INPUTS = ORDERS + 2  # and the match, and a constant
 CAP = 15  # counts end here
 STATES = 256  # zeros seen and ones seen, each 0 … 15
 GROUPS = 8  # bits of an id from the top, two or more at a time
-STRETCHED = 2047  # logits lie within ± this, in units of 1/256
-MAX_WEIGHT = 1 << 20
 SETS = 6 * 8  # of weights: how much is known about this token, and which bit it is
 MATCHES = 16  # classes of the match's length
 STEP = 12  # how fast weights follow
@@ -111,7 +109,7 @@ def walk(mode, ids, width, data, place, numbers, model, memory):
             mixed = min(max(dot >> 16, -STRETCHED), STRETCHED)
             p = np.int64(squash[mixed + 2048])
             bit = (token >> (width - 1 - depth)) & 1 if mode == ENCODE else 0
-            bit, low, span, at = _code(mode, bit, p, low, span, at, data)
+            bit, low, span, at = code_bit(mode, bit, p, low, span, at, data)
             slip = ((bit << 16) - p) * STEP
             for i in range(INPUTS):
                 w = np.int64(weights[row, i]) + ((logits[i] * slip + (1 << 17)) >> 18)

@@ -25,6 +25,7 @@ from ..errors import DamagedArchive, InvalidInput, ProfileMismatch
 from ..stages import SymbolCoder
 from . import adaptivekernels as kernels
 from .adaptivetables import FIELDS, Tables, Walk, flat
+from .binarycoder import DECODE, ENCODE, TOP, flush
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -110,14 +111,14 @@ class AdaptiveCoder(SymbolCoder):
             raise DamagedArchive(PART, f"{len(data)} bytes for {count} arrays")
         chosen, stream = data[:count].tolist(), data[count:].copy()
         first = int.from_bytes(stream[:5].tobytes().ljust(5, b"\0"), "big")
-        place = np.array([first, kernels.TOP, 5, 0], np.int64)
+        place = np.array([first, TOP, 5, 0], np.int64)
         for index, (array, notes) in zip(chosen, _noted(arrays), strict=True):
             offered = self._offered(layers, array.shape[-1])
             if index >= len(offered):
                 raise DamagedArchive(PART, f"tables {index} of {len(offered)}")
             symbols, limits = np.empty((len(notes), array.shape[-1]), np.int32), np.iinfo(array.dtype)
             place[3] = 0
-            result = Walk(offered[index])(kernels.DECODE, symbols, notes, stream, place, (limits.min, limits.max))
+            result = Walk(offered[index])(DECODE, symbols, notes, stream, place, (limits.min, limits.max))
             if result != kernels.DONE:
                 short = result == kernels.OUT_OF_BITS
                 raise DamagedArchive(PART, "ends before its symbols" if short else f"symbol not in {array.dtype}")
@@ -186,10 +187,10 @@ def _encode(jobs: Sequence[tuple[np.ndarray, np.ndarray, Tables]]) -> bytes:
     """One stream of some arrays int32 (T, C), with their notes and where their models begin."""
     row_bytes = max(_SYMBOL_BYTES * symbols.shape[1] for symbols, _, _ in jobs)
     data = np.empty(2 * row_bytes + 1, np.uint8)
-    place = np.array([0, kernels.TOP, 0, 0], np.int64)
+    place = np.array([0, TOP, 0, 0], np.int64)
     for symbols, notes, tables in jobs:
         place[3], walk = 0, Walk(tables)
-        while walk(kernels.ENCODE, symbols, notes, data, place, row_bytes=row_bytes) == kernels.NO_ROOM:
+        while walk(ENCODE, symbols, notes, data, place, row_bytes=row_bytes) == kernels.NO_ROOM:
             data = np.concatenate([data, np.empty_like(data)])
     data = np.concatenate([data, np.empty(1, np.uint8)])
-    return data[: kernels.flush(data, place[2], place[0])].tobytes()
+    return data[: flush(data, place[2], place[0])].tobytes()

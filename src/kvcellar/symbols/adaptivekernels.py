@@ -8,15 +8,12 @@ import numpy as np
 from numba import njit
 from numba.extending import register_jitable
 
-TRAIN, ENCODE, DECODE = 0, 1, 2
-TOP = 1 << 40  # the interval starts this wide
-BOTTOM = 1 << 32  # and is widened by a byte whenever it is narrower than this
+from .binarycoder import DECODE, ENCODE, MAX_WEIGHT, STRETCHED, code_bit
+
 CAP = 40  # larger magnitudes count as this one in every mean
 UNARY = 14  # magnitudes up to this are counted out, what is above is an Exp-Golomb number
 MAX_EXPONENT = 31
 LEVELS, KINDS, INPUTS = 32, 5, 4
-STRETCHED = 2047  # logits lie within ± this, in units of 1/256
-MAX_WEIGHT = 1 << 20
 # where each table starts among the adaptive probabilities
 ENERGY = 0  # [4 kinds][level][energy nearby][energy of the token]
 TREND = ENERGY + 4 * LEVELS * 64  # [4 kinds][level][fast mean][slow mean]
@@ -26,48 +23,6 @@ EXPONENT = SIGN_LEVEL + 16 * LEVELS  # [level][bits so far]
 TABLE = EXPONENT + LEVELS * (MAX_EXPONENT + 1)
 # what became of a walk
 DONE, NO_ROOM, OUT_OF_BITS, BAD_SYMBOL = 0, 1, 2, 3
-
-
-@register_jitable
-def _carry(data, at):
-    """Add one to the number that the bytes before `at` are."""
-    at -= 1
-    while data[at] == 255:
-        data[at] = 0
-        at -= 1
-    data[at] += 1
-
-
-@register_jitable
-def _code(mode, bit, p, low, span, at, data):
-    """One binary decision with P(1) = p / 2¹⁶: the bit, and the interval afterwards."""
-    bound = (span >> 16) * p
-    if mode == DECODE:
-        bit = 1 if low < bound else 0
-        if bit:
-            span = bound
-        else:
-            low -= bound
-            span -= bound
-        while span < BOTTOM:
-            low = (low << 8) | (np.int64(data[at]) if at < len(data) else 0)
-            span <<= 8
-            at += 1
-    elif mode == ENCODE:
-        if bit:
-            span = bound
-        else:
-            low += bound
-            span -= bound
-            if low >= TOP:
-                low -= TOP
-                _carry(data, at)
-        while span < BOTTOM:
-            data[at] = low >> 32
-            low = (low & (BOTTOM - 1)) << 8
-            span <<= 8
-            at += 1
-    return bit, low, span, at
 
 
 @register_jitable
@@ -88,7 +43,7 @@ def _mixed(mode, bit, s0, s3, i1, i2, row, stretch, squash, table, weights, rate
     s1, s2 = np.int64(stretch[table[i1] >> 4]), np.int64(stretch[table[i2] >> 4])
     dot = weights[row, 0] * s0 + weights[row, 1] * s1 + weights[row, 2] * s2 + weights[row, 3] * s3
     p = np.int64(squash[min(max(dot >> 16, -STRETCHED), STRETCHED) + 2048])
-    bit, low, span, at = _code(mode, bit, p, low, span, at, data)
+    bit, low, span, at = code_bit(mode, bit, p, low, span, at, data)
     slip = ((bit << 16) - p) * step
     _steer(weights, row, 0, s0, slip)
     _steer(weights, row, 1, s1, slip)
@@ -174,14 +129,14 @@ def walk(mode, symbols, notes, lowest, highest, data, place, numbers, model, his
                     i1 = EXPONENT + lv * (MAX_EXPONENT + 1) + exponent
                     p = min(max(np.int64(table[i1]), 32), 65504)
                     bit = 1 if rest >> (exponent + 1) else 0
-                    bit, low, span, at = _code(mode, bit, p, low, span, at, data)
+                    bit, low, span, at = code_bit(mode, bit, p, low, span, at, data)
                     _adapt(table, i1, bit, 5)
                     if bit == 0:
                         break
                     exponent += 1
                 number = np.int64(1)
                 for shift in range(exponent - 1, -1, -1):
-                    bit, low, span, at = _code(mode, (rest >> shift) & 1, 32768, low, span, at, data)
+                    bit, low, span, at = code_bit(mode, (rest >> shift) & 1, 32768, low, span, at, data)
                     number = 2 * number + bit
                 count = number + UNARY
             if mode == DECODE:
@@ -197,13 +152,3 @@ def walk(mode, symbols, notes, lowest, highest, data, place, numbers, model, his
         _watch(symbols[t], means, fast, slow)
     place[0], place[1], place[2], place[3] = low, span, at, symbols.shape[0]
     return DONE
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def flush(data, at, low):
-    """Write the byte that ends the stream, all behind it being zeros; gives where the stream ends."""
-    end = (low + BOTTOM - 1) >> 32
-    if end > 255:
-        _carry(data, at)
-    data[at] = end & 255
-    return at + 1

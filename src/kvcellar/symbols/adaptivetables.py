@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import ProfileMismatch
 from . import adaptivekernels as kernels
+from .binarycoder import MAX_WEIGHT, SQUASH, STRETCH, STRETCHED, TRAIN
 
 ID = "adaptive/1"
 _RATE, _TRAINING_RATE = 7, 8  # a table moves by 2^−rate of what it missed
@@ -22,30 +23,13 @@ _STEP = 2
 _LOCAL_CLASSES = (4, 8, 12, 17, 24, 36, 56)  # in sixteenths of what is expected
 _TOTAL_CLASSES = (8, 11, 13, 16, 19, 23, 30)
 FIELDS = {  # of the profile: dtype, lowest and highest number
-    "static": ("int16", -kernels.STRETCHED, kernels.STRETCHED),
+    "static": ("int16", -STRETCHED, STRETCHED),
     "mean": ("uint16", 1, kernels.CAP << 8),
     "table": ("uint16", 0, 65535),
-    "weights": ("int32", -kernels.MAX_WEIGHT, kernels.MAX_WEIGHT),
+    "weights": ("int32", -MAX_WEIGHT, MAX_WEIGHT),
 }
 
 
-def _squash() -> np.ndarray:
-    """2¹⁶ / (1 + e^(−x/256)) for x = index − 2048, uint16 (4096,), the same on every machine: integers alone."""
-    one = 1 << 128
-    term = power = root = one
-    for n in range(1, 40):  # e^(1/256) by its series
-        term //= 256 * n
-        root += term
-    below = [1 << 15]
-    for _ in range(2047):
-        power = power * root >> 128
-        below.append(max((one << 16) // (one + power), 24))
-    negative = np.array(below[:0:-1], np.int64)
-    return np.concatenate([negative[:1], negative, [1 << 15], 65536 - negative[::-1]]).astype(np.uint16)
-
-
-SQUASH = _squash()
-STRETCH = np.maximum(np.searchsorted(SQUASH[1:], 16 * np.arange(4096) + 8, side="right") - 2048, -2047).astype(np.int16)
 _CLASSES = np.array(
     [[sum(ratio > edge for edge in edges) for ratio in range(64)] for edges in (_LOCAL_CLASSES, _TOTAL_CLASSES)],
     np.uint8,
@@ -119,7 +103,7 @@ class Tables:
         for symbols, notes in 2 * list(parts):
             walk.start()
             whole = np.ascontiguousarray(symbols, np.int32)
-            walk(kernels.TRAIN, whole, np.ascontiguousarray(notes), np.empty(0, np.uint8), np.zeros(4, np.int64))
+            walk(TRAIN, whole, np.ascontiguousarray(notes), np.empty(0, np.uint8), np.zeros(4, np.int64))
         return replace(tables, table=walk.table, weights=walk.weights)
 
 
@@ -154,7 +138,7 @@ class Walk:
         limits: tuple[int, int] = (0, 0),
         row_bytes: int = 0,
     ) -> int:
-        speed = (_TRAINING_RATE if mode == kernels.TRAIN else _RATE, _STEP, row_bytes)
+        speed = (_TRAINING_RATE if mode == TRAIN else _RATE, _STEP, row_bytes)
         model = (self.tables.static, *self.tables.expected, self.table, self.weights)
         return int(kernels.walk(mode, symbols, notes, *limits, data, place, _NUMBERS, model, self.history, speed))
 

@@ -8,6 +8,8 @@ import numpy as np
 from numba import njit
 from numba.extending import register_jitable
 
+from .binarycoder import carry
+
 ENCODE, DECODE = 0, 1
 TOP = 1 << 56  # the interval starts this wide
 BOTTOM = 1 << 48  # and is widened by a byte whenever it is narrower than this
@@ -64,15 +66,6 @@ def _below(n, mu, inverse, by, bits, shift, half, shape):
 
 
 @register_jitable
-def _carry(data, at):
-    at -= 1
-    while data[at] == 255:
-        data[at] = 0
-        at -= 1
-    data[at] += 1
-
-
-@register_jitable
 def _logarithm(v, table):
     """64 · log2 of v ≥ 1."""
     top, x = 0, v
@@ -99,7 +92,7 @@ def _number(mode, pattern, mu, loud, bits, shift, half, tables, low, span, at, d
         low += each * start
         if low >= TOP:
             low -= TOP
-            _carry(data, at)
+            carry(data, at)
     else:
         wanted = min(low // each, TOTAL - 1)
         n, beyond = 0, PATTERNS
@@ -239,6 +232,6 @@ def flush(data, at, low):
     """Write the byte that ends the stream, all behind it being zeros; gives where the stream ends."""
     end = (low + BOTTOM - 1) >> 48
     if end > 255:
-        _carry(data, at)
+        carry(data, at)
     data[at] = end & 255
     return at + 1

@@ -5,7 +5,7 @@ them with the plain numpy form.
 """
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
 

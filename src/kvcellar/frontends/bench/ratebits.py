@@ -22,6 +22,7 @@ from ...pipeline import Arrays, Pipeline
 from ...symbols import adaptivekernels as kernels
 from ...symbols.adaptive import AdaptiveCoder, _noted
 from ...symbols.adaptivetables import Walk
+from ...symbols.binarycoder import ENCODE, TOP
 
 CLAMP = 60
 PRIOR = 8.0  # tokens that the geometric law is worth beside the counts
@@ -32,7 +33,7 @@ def spent(coder: AdaptiveCoder, arrays: Arrays, layers: range) -> tuple[list[Flo
     """Bits of each token in each array of a part, and bytes of the whole part."""
     part = coder.encode(arrays, layers)
     room = 96 * max((array.shape[-1] for array in arrays), default=1)
-    data, place = np.empty(2 * len(part) + 4 * room, np.uint8), np.array([0, kernels.TOP, 0, 0], np.int64)
+    data, place = np.empty(2 * len(part) + 4 * room, np.uint8), np.array([0, TOP, 0, 0], np.int64)
     found = []
     named, noted = iter(part), _noted(arrays)  # a part begins with a byte for each array that is not empty
     for array in arrays:
@@ -44,7 +45,7 @@ def spent(coder: AdaptiveCoder, arrays: Arrays, layers: range) -> tuple[list[Flo
         walk, rows = Walk(coder._offered(layers, array.shape[-1])[next(named)]), np.ascontiguousarray(symbols, np.int32)
         for t in range(len(rows)):
             place[3] = t
-            if walk(kernels.ENCODE, rows[: t + 1], notes[: t + 1], data, place, row_bytes=room) != kernels.DONE:
+            if walk(ENCODE, rows[: t + 1], notes[: t + 1], data, place, row_bytes=room) != kernels.DONE:
                 raise InvalidInput(f"{len(data)} bytes are too few to count the bits of {len(rows)} tokens")
             now = _so_far(place)
             bits[t], before = now - before, now
@@ -52,7 +53,7 @@ def spent(coder: AdaptiveCoder, arrays: Arrays, layers: range) -> tuple[list[Flo
 
 
 def _so_far(place: np.ndarray) -> float:
-    return 8 * int(place[2]) + math.log2(kernels.TOP) - math.log2(int(place[1]))
+    return 8 * int(place[2]) + math.log2(TOP) - math.log2(int(place[1]))
 
 
 def adaptive(pipeline: Pipeline) -> AdaptiveCoder:
