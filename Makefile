@@ -46,6 +46,8 @@ bench: model  # benchmarks/results, and the README tables made from them
 	$(BIN)/python benchmarks/baselines/validate_turbo.py
 	$(BIN)/kvcellar bench reduce --windows 8 --methods matching,streaming,random --seeds 5 --peers compactor,kvzip --out benchmarks/results/reduce.json --plot docs/reduce-quality.png
 	$(BIN)/kvcellar bench quantizers --out benchmarks/results/quantizers.json
+	$(BIN)/kvcellar bench --text ../shared/data/wt2_test.txt --windows 8 --recipes cellar,cellar-small,cellar-fine --peers hf-hqq4,turboquant-4,turboquant-3,nexusquant-k3v2,cachegen-1024,kvtc-fine,kvtc,kvtc-small --out benchmarks/results/bench-equal-kl.json
+	$(BIN)/kvcellar bench rate --part curve --from benchmarks/results/bench-equal-kl.json --out benchmarks/results/rate-curve.json
 	$(BIN)/kvcellar bench rate --windows 12 --out benchmarks/results/rate.json --plot docs/rate.png
 	$(BIN)/python benchmarks/risk_theory.py
 	$(BIN)/python benchmarks/tree.py --text ../shared/data/wt2_valid.txt

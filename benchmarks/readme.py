@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 QUANTIZERS = ROOT / "docs" / "quantizers.md"
 EVALUATION = ROOT / "docs" / "evaluation.md"
+RATE = ROOT / "docs" / "rate.md"
 RISK = ROOT / "docs" / "risk.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -37,6 +38,7 @@ def main() -> int:
         (EVALUATION, "long", "bench-long", tables.articles),
         (QUANTIZERS, "turbo", "turbo_validation", tables.turbo),
         (EVALUATION, "peers", "peers_validation", tables.peers),
+        (RATE, "curve", "rate-curve", tables.equal_divergence),
         (RISK, "reduced", "reduce", tables.reduced),
     ):
         path = RESULTS / f"{file}.json"

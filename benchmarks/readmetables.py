@@ -189,6 +189,22 @@ def turbo(result: dict[str, Any]) -> str:
     return _page(where, table)
 
 
+def equal_divergence(result: dict[str, Any]) -> str:
+    """Peers' bytes over those of the cellar recipes at the peer's own divergence."""
+    table = [("peer", "KL", "payload, B/token", "÷ ours", "whole file, B/token", "÷ ours"), ("---", *["---:"] * 5)]
+    for each in result["curve"]:
+        ratios = [each["ratio"][f"{of}_bytes_per_token"] for of in ("payload", "file")]
+        payload, file = ("–" if ratio is None else f"{ratio:.1f}" for ratio in ratios)
+        sizes = [f"{each[f'{of}_bytes_per_token']:,.0f}" for of in ("payload", "file")]
+        name = each["recipe"].removeprefix("peer:")
+        table.append((f"`{name}`", f"{each['kl']:.3g}", sizes[0], payload, sizes[1], file))
+    where = (
+        f"{result['curve'][0]['windows']} articles of WikiText-2's test text, 1,024 + 384 tokens each; from "
+        f"`benchmarks/results/{result['file']}` and `bench-equal-kl.json`. – is beyond the divergences of our three recipes."
+    )
+    return _page(where, table)
+
+
 def peers(result: dict[str, Any]) -> str:
     """Packaged peers beside figures from elsewhere, measured the same way."""
     setting = result["setting"]
