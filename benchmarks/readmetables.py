@@ -200,7 +200,8 @@ def equal_divergence(result: dict[str, Any]) -> str:
         table.append((f"`{name}`", f"{each['kl']:.3g}", sizes[0], payload, sizes[1], file))
     where = (
         f"{result['curve'][0]['windows']} articles of WikiText-2's test text, 1,024 + 384 tokens each; from "
-        f"`benchmarks/results/{result['file']}` and `bench-equal-kl.json`. – is beyond the divergences of our three recipes."
+        f"`benchmarks/results/{result['file']}` and `bench-equal-kl.json`. – is beyond the divergences "
+        "of our three recipes."
     )
     return _page(where, table)
 
