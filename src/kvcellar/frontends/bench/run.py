@@ -38,7 +38,7 @@ from .rows import EMPTY, Result, rows_of
 from .rows import ROW as ROW
 from .scorer import Scorer
 from .sizes import bytes_by_part, coarse_bytes
-from .speed import PeakMemory, Prefill, fastest_prefill, give_memory_back
+from .speed import PeakMemory, Prefill, fastest_prefill, trim_memory
 from .zero import zero_residual
 
 FLOOR_EMPTY = EMPTY
@@ -167,7 +167,7 @@ class Bench:
         told = self.references.log2_probs(window)
         with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as scratch:
             path = Path(scratch) / "window.kvc"
-            give_memory_back()
+            trim_memory()
             started = time.perf_counter()
             with PeakMemory() as peak:
                 info = save(

@@ -11,6 +11,7 @@ caught (`alone.py`). The first archive is restored twice, since a process's firs
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -81,6 +82,7 @@ def main() -> None:
     threads = int(sys.argv[2])
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
     local = MeasuredModel(sys.argv[1])
+    gc.freeze()  # what is loaded stays: each restore looks for garbage first
     _say(ready=True)
     while line := sys.stdin.readline():
         message = json.loads(line)
