@@ -19,9 +19,9 @@ DATA = Path("..") / "shared" / "data"
 data_option = click.option(
     "--data", type=click.Path(file_okay=False), default=str(DATA), help="Folder of the files in texts.toml."
 )
-SHORT, LONG, CONTINUATION, QUICK_CONTINUATION = 1024, 7680, 384, 192
+SHORT, LONG, CONTINUATION, QUICK_CONTINUATION = 1024, 7680, 384, 128
 CALIBRATION = 60_000
-QUICK_CALIBRATION = 4_096
+QUICK_CALIBRATION = 3_072
 FITTED_QUICKLY = "fitted for bench --quick"
 
 
