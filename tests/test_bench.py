@@ -59,8 +59,8 @@ def test_the_keys_of_a_row_are_fixed() -> None:
     kl kl_ci kl_p99 dppl dppl_ci rcb rcb_ci top1 margin save_s restore_s prefill_s peak_bytes restore_class"""
     assert list(ROW) == fixed.split()
     further = """articles scored_tokens bytes_by_part append_s random_access_s memcpy_s prefill_dtype threads
-    restore_speedup save_to_prefill append_to_prefill random_access_to_prefill restore_to_memcpy peak_to_raw note
-    ratio_at_equal_kl dppl_second_half layer_errors profile calibration_tokens
+    restore_speedup save_to_prefill append_to_prefill random_access_to_prefill restore_to_memcpy peak_to_raw
+    save_peak_to_raw note ratio_at_equal_kl dppl_second_half layer_errors profile calibration_tokens
     slower_than_peers by_window"""
     assert list(FURTHER) == further.split()
 

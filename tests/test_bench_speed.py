@@ -175,12 +175,16 @@ def test_the_fastest_prefill_is_found_and_a_hopeless_dtype_not_waited_for(
 
     monkeypatch.setattr(speed, "_prefill", pretend)
     pace = {"torch.float32": 2e-4, "torch.bfloat16": 2e-3}
-    found = speed.fastest_prefill(bench.local, range(96))
+    found = speed.fastest_prefill(bench.local, range(300))
     assert (found.dtype, found.threads) == ("float32", torch.get_num_threads())
-    assert found.seconds >= 96 * 2e-4
-    assert ("torch.bfloat16", 96) not in ran
+    assert found.seconds >= 300 * 2e-4
+    assert ran.count(("torch.float32", 300)) == speed.PREFILL_REPEATS
+    assert ("torch.bfloat16", 300) not in ran
+    pace["torch.bfloat16"] = 5e-4
+    assert speed.fastest_prefill(bench.local, range(300)).dtype == "float32"
+    assert ran.count(("torch.bfloat16", 300)) == 1, "not hopeless, but far from the best"
     pace["torch.bfloat16"] = 1e-4
-    assert speed.fastest_prefill(bench.local, range(96)).dtype == "bfloat16"
+    assert speed.fastest_prefill(bench.local, range(300)).dtype == "bfloat16"
 
 
 def test_a_16_bit_model_computes_in_float32_and_holds_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
